@@ -1,1 +1,1 @@
-"""Layer parts other than mixers: activations, residual streams, layer patterns."""
+"""Components of layers other than mixers: activation functions, residual streams, norms and layer patterns."""

@@ -1,9 +1,10 @@
 """Selection of keys by an indexer, computed in chunks of queries.
 
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k
-per token, and head weights w. Token j has the score sum_h w_ih ReLU(q_ih · k_j) for the query of token i (equation 1).
+per token, and head weights w. The score of key j for query i is sum_h w_ih ReLU(q_ih · k_j) (equation 1).
 
-Only one chunk of scores is in memory at a time. Shapes: n queries of b samples, s keys, h heads.
+Scores are computed for one chunk of queries at a time, so that only the scores of one chunk are in memory. In shapes, n
+is the number of queries per sample, b of samples, s of keys, and h of heads.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ CHUNK = 2**27
 """Largest number of elements in any tensor that is computed for one chunk of queries."""
 
 MERGED, MERGED_ROWS = 2**26, 1024
-"""Limits of the chunks that GPU kernels process: the number of scores and the number of queries per chunk."""
+"""Largest number of scores and largest number of queries in a chunk that GPU kernels process."""
 
 
 class Chunk(NamedTuple):
-    """Chunk of queries that are processed together."""
+    """Consecutive queries that are processed together."""
 
     rows: slice
     keys: int
@@ -36,13 +37,13 @@ class Chunk(NamedTuple):
     """Position of the first key that any query in the chunk may attend to."""
 
     def moved(self, start: int) -> Chunk:
-        """Return a copy of this chunk in which `start` is subtracted from the row numbers."""
+        """Return a copy of this chunk with `start` subtracted from the row numbers."""
         return self._replace(rows=slice(self.rows.start - start, self.rows.stop - start))
 
 
 class Queries(NamedTuple):
-    """Chunks of queries, and the positions of the first and the last key that each query may attend to, [n, 1 or b]
-    int64."""
+    """Range of keys that each query may attend to, and chunks of the queries. `first` and `last` [n, 1 or b] int64 are
+    the positions of the first and the last key of each range."""
 
     first: Tensor
     last: Tensor
@@ -52,7 +53,7 @@ class Queries(NamedTuple):
     """Largest number of keys that a query may attend to."""
 
     def hidden(self, chunk: Chunk) -> Tensor:
-        """Return a mask [rows, 1 or b, keys] that is True where the query may not attend to the key."""
+        """Return a mask [rows, 1 or b, keys]; True if the query may not attend to the key."""
         keys = torch.arange(chunk.first, chunk.keys, device=self.last.device)
         return (keys > self.last[chunk.rows, :, None]) | (keys < self.first[chunk.rows, :, None])
 
@@ -75,7 +76,7 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
         spans: Positions of the queries.
         shards: Number of equal shards into which the queries are divided.
         longest: Largest number of queries per chunk.
-        keys: Number of cached and new tokens, if there are cached tokens; otherwise None.
+        keys: Number of cached and new tokens together; None if there are no cached tokens.
     """
     shard = sum(map(len, spans)) // shards
     found = list[Chunk]()
@@ -90,9 +91,9 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
-    """Merge adjacent chunks as long as a merged chunk has at most `MERGED_ROWS` queries and `MERGED` scores. Kernels
-    need large chunks to keep a GPU busy. They can process larger chunks than plain PyTorch, because they store no
-    intermediate results except scores."""
+    """Merge adjacent chunks as long as a merged chunk has at most `MERGED_ROWS` queries and `MERGED` scores. The
+    kernels need large chunks to use the whole GPU. They can process larger chunks than plain PyTorch, because the
+    scores are the only intermediate results that the kernels store."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -121,16 +122,18 @@ def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
 
 
 def largest(scores: Tensor, topk: int) -> Tensor:
-    """Return the ascending indices [rows, b, topk] of the keys with the largest scores [rows, b, keys], as int32. The
-    index is -1 for keys whose score is -inf. Ties are broken in favor of later keys. ReLU produces many equal scores,
-    and a fixed rule for ties makes the selection independent of the division of queries into chunks."""
+    """Return the ascending indices [rows, b, topk] of the keys with the largest scores [rows, b, keys], as int32. Keys
+    with a score of -inf are replaced by the index -1. Among keys with equal scores, later keys are selected. ReLU
+    produces many equal scores; because of this rule, the selection does not depend on how queries are divided into
+    chunks."""
     least = scores.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least
     wanted = topk - above.sum(-1, keepdim=True)
     latest = equal.flip(-1).cumsum(-1).flip(-1) <= wanted
     keys, last = torch.arange(scores.shape[-1], device=scores.device), scores.shape[-1] - 1
     chosen = torch.where(above | (equal & latest), keys, last + 1).topk(topk, largest=False, sorted=True).values
-    # If scores are NaN, fewer than topk keys are selected, and the remaining entries are out of range.
+    # If scores are NaN, fewer than topk keys are selected, and the remaining entries contain an index that is out of
+    # range.
     chosen = chosen.clamp_(max=last)
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
@@ -138,8 +141,8 @@ def largest(scores: Tensor, topk: int) -> Tensor:
 @operation
 @torch_function
 def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Return the score of each key for each query, [n, b, keys], in fp32 for 16-bit inputs. The queries q are [n, b,
-    indexer heads, d], the keys k are [keys, b, d], and the head weights are [n, b, indexer heads]."""
+    """Return the scores [n, b, keys] of each key for each query. The scores are fp32 for 16-bit inputs. The queries q
+    are [n, b, indexer heads, d], the keys k are [keys, b, d], and the head weights are [n, b, indexer heads]."""
     index, chunk = Index(q, k, weights), Chunk(slice(0, len(q)), len(k))
     return index_scores(index, chunk, index_products(index, chunk))
 
@@ -164,12 +167,13 @@ def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Te
 @operation
 @torch_function
 def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Compute the result of `selected` chunk by chunk, for the chunks in `queries`."""
+    """Select keys for each query, one chunk of queries at a time. The arguments and the result are the same as for
+    `selected`."""
     return selected_in(queries.chunks, index, queries, topk)
 
 
 def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
-    """Compute the result of `selected` chunk by chunk, for the given chunks.
+    """Select keys for each query, one chunk of queries at a time, and return the same indices as `selected`.
 
     Args:
         chunks: Chunks that cover all queries.
@@ -194,6 +198,6 @@ def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: i
 
 @torch.no_grad()
 def selected(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the indices of the keys that each query attends to, [n, b, topk] int32, in ascending order and padded with
-    -1."""
+    """Return the indices [n, b, topk] of the keys that each query attends to, as int32, in ascending order and padded
+    with -1."""
     return keys_of_chunks(index, queries, topk)

@@ -1,13 +1,13 @@
 """DeepSeek sparse attention (DSA) of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
 
-In this variant of multi-latent attention, queries attend only to the keys that an indexer selects. Attention is
-computed over latents: the key up-projection is applied to the queries, and the value up-projection to the output.
-All heads of a query can therefore use the same gathered keys.
+In this variant of multi-latent attention, queries attend only to the keys that an indexer selects. Queries attend to
+latents directly: the key up-projection is applied to the queries, and the value up-projection is applied to the output.
+All heads of a query can therefore share the gathered keys.
 
 The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each rank's indexer selects keys for
-the queries of its own tokens, and the ranks then gather the selected indices. Under context parallelism, ranks gather
-the latents and the indexer keys of the whole sequence, because both have few channels. --cp-comm-type applies only to
-attention layers of other kinds.
+the queries of its own tokens, and the ranks then gather the selected indices. Under context parallelism, the latents
+and the indexer keys of the whole sequence are all-gathered, because both have few channels. --cp-comm-type has no
+effect on layers with sparse attention.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class IndexerLinears(NamedTuple):
 
 
 def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
-    """Return the linear layers of an indexer; `name` is the prefix of their names."""
+    """Return the linear layers of an indexer. Their names begin with the prefix `name`."""
     own = config.options(SparseAttentionFlags)
     hidden = config.hidden_size
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
@@ -71,15 +71,15 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
 
 
 def of_key_norm(config: TransformerConfig) -> TransformerConfig:
-    """Return a configuration for the LayerNorm of indexer keys. The type of the model's norms has no effect on this
-    LayerNorm, and its epsilon is the epsilon of the latent norms."""
+    """Return a configuration for the LayerNorm of indexer keys. Indexer keys are normalized by a LayerNorm even if the
+    model's norms have a different type. The epsilon of this LayerNorm is the epsilon of the latent norms."""
     epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
     return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 
 
 class Indexer(nn.Module):
-    """Indexer with its own query heads, one key that these heads share, and head weights. The inputs of the indexer
-    receive no gradient."""
+    """Indexer that computes queries for several heads, one key per token that these heads share, and head weights. The
+    inputs of the indexer receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -93,8 +93,9 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """Compute the operands of the indexer scores, before rotary embeddings are applied. x is [s, b, h], and q is
-        [s, b, q_lora_rank], or x if there is no query latent. Under sequence parallelism, x and q are [s/tp, ...]."""
+        """Compute the operands of the indexer scores, before rotary embeddings are applied. x contains the hidden
+        states [s, b, h]. q contains the query latents [s, b, q_lora_rank], or is x if there is no query latent. Under
+        sequence parallelism, the first dimension of x and q is s/tp."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -103,7 +104,7 @@ class Indexer(nn.Module):
 
 
 class SparseLatents(NamedTuple):
-    """`Latents` with the operands of the indexer scores."""
+    """The fields of `Latents`, and the operands of the indexer scores."""
 
     q: Tensor
     kv: Tensor
@@ -126,13 +127,13 @@ class SelectedKeys(CoreAttention):
     def __init__(
         self, name: str, config: TransformerConfig, ctx: TPContext, width: int, sinks: Sequence[ParamMeta] = ()
     ) -> None:
-        """Create the attention.
+        """Initialize the module.
 
         Args:
             name: Prefix of the parameter names.
             config: Model configuration.
             ctx: Tensor-parallel context of the layer.
-            width: Number of key channels that are values.
+            width: Number of key channels that also serve as values.
             sinks: Metadata of the parameters for attention sinks.
         """
         super().__init__(name, config, ctx, sinks)
@@ -148,7 +149,7 @@ class SelectedKeys(CoreAttention):
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
         self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
-        """Two sums since the last reset: the indexer losses of all tokens, and the number of tokens."""
+        """Sum of the indexer losses of all tokens since the last reset, and the number of these tokens."""
 
     def forward(
         self,
@@ -164,9 +165,10 @@ class SelectedKeys(CoreAttention):
             q: [s, b, heads/tp, w], queries.
             k: [s, b, w], keys.
             up_value: [heads/tp, v_head_dim, kv_lora_rank], up-projection of values.
-            index_and_context: Batch context, which is the last argument. In a layer with an indexer, the operands of
-                the indexer scores come before it: index_q [s, b, indexer heads, d], index_k [s, b, d] and index_weights
-                [s, b, indexer heads]. Under sequence parallelism, their first dimension is s/(cp * tp).
+            index_and_context: Operands of the indexer scores, followed by the batch context. The operands are index_q
+                [s, b, indexer heads, d], index_k [s, b, d] and index_weights [s, b, indexer heads]. Under sequence
+                parallelism, the first dimension of the operands is s/(cp * tp). A layer without an indexer has only the
+                batch context.
         """
         operands, context = parted(index_and_context)
         index = Index(*operands) if operands else None
@@ -189,13 +191,15 @@ class SelectedKeys(CoreAttention):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _selected_before(self, queries: Queries, samples: int, context: BatchContext) -> Tensor | None:
-        """Return the keys that the nearest earlier layer with an indexer selected."""
+        """Return the indices of the keys that the nearest earlier layer with an indexer selected; return None if every
+        query attends to all earlier keys."""
         if found := [number for number in context.left if number < self.layer]:
             picked: Tensor | None = context.left[max(found)]
             return picked
         last = queries.last
         assert not has_values(last), "a stage begins with a layer without an indexer"
-        # Only the planner, which runs each layer separately, gets here. It needs only the shape of the selection.
+        # Only the planner reaches this line, because it runs each layer separately. It needs only the shape of the
+        # selection.
         every = max(chunk.keys for chunk in queries.chunks) <= self.topk
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
@@ -229,7 +233,8 @@ class SelectedKeys(CoreAttention):
         lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """Return `out` unchanged. In training, the backward pass also computes the gradients of the indexer loss."""
+        """Return `out` unchanged. In training, also compute the indexer loss; the backward pass then returns its
+        gradients."""
         if not self.training:
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
@@ -256,8 +261,7 @@ class SelectedKeys(CoreAttention):
 
 @lru_cache(maxsize=64)
 def document_begins(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """For each token of samples with `length` tokens, return the position of the first token of its document, [s,
-    b]."""
+    """Return the position of the first token of each token's document, [s, b]. Each sample has `length` tokens."""
     begins = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         begins[list(places), sample] = places
@@ -267,8 +271,8 @@ def document_begins(documents: Documents, length: int, device: torch.device) -> 
 class SparseAttention(MultiLatentAttention):
     """Multi-latent attention in which queries attend only to the keys that an indexer selects.
 
-    In the indexer, as in attention, adjacent rotary channels form a pair. The rotary channels are the first channels of
-    an indexer head.
+    Adjacent rotary channels form a pair, both in the indexer and in attention. In the indexer, the rotary channels are
+    the first channels of a head.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -285,7 +289,7 @@ class SparseAttention(MultiLatentAttention):
         return SparseLatents(*latents, *self.indexer(x, latents.q[..., : self.indexer.rank]))
 
     def _heads(self, latents: Latents | SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return the tensors that `SelectedKeys` expects as its arguments."""
+        """Return the tensors that are passed to `SelectedKeys.forward`."""
         tables = self._tables(context)
         q, up_value = self._absorbed(Latents(*latents[:3]), context)
         k = torch.cat((self.to_heads(latents.kv, self.tp), rotated(latents.key, *tables).squeeze(2)), dim=-1)

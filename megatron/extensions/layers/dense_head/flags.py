@@ -1,4 +1,4 @@
-"""Flag and registration of the dense head. No torch."""
+"""Registers the dense head and defines its flag. This module does not import torch."""
 
 from __future__ import annotations
 

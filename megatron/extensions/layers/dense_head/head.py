@@ -1,4 +1,4 @@
-"""Dense layer between the final norm and the output layer."""
+"""Dense head: a norm, a linear layer and a GELU between the last layer and the final norm."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PlainResidual(nn.Module):
 
 
 class DenseHead(nn.Module):
-    """Module that computes gelu(linear(norm(x))) between the last layer and the final norm. The linear layer is
-    replicated on all tensor-parallel ranks."""
+    """Module that computes gelu(linear(norm(x))), where x is the output of the last layer. The final norm of the model
+    is applied to the result. The linear layer is replicated on all tensor-parallel ranks."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Flag and registration of the depth-scaled residual stream. No torch."""
+"""Registers the depth-scaled residual stream and defines its flag. This module does not import torch."""
 
 from __future__ import annotations
 

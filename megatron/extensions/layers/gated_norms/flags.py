@@ -1,4 +1,4 @@
-"""Flag, rules and registration of layers with gated norms. This module does not import torch."""
+"""Registers layers with gated norms, and defines their flag and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "gates input norms, but the model has none"
         yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
     if (chosen := linear_format(config.parallel)) is not None:
-        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # other rules check the latents
+        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # other rules check the latent widths
             yield from tokens_for_latents(config)
         rank = config.options(GatedNormFlags).gated_norm_rank
         whole, under = LINEAR_FORMATS.facts(chosen).alignment(config.parallel, 1)

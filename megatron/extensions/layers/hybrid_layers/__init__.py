@@ -1,4 +1,3 @@
-"""Layers with one sublayer each, as in Nemotron-H. A pattern in Megatron-LM's letters specifies the layers.
-
-Flag: --hybrid-layer-pattern. Read `pattern.py`.
+"""Layers with one sublayer each, as in Nemotron-H. A pattern specifies each layer by a letter, as in Megatron-LM. Flag:
+--hybrid-layer-pattern. The implementation is in `pattern.py`.
 """

@@ -1,5 +1,4 @@
-"""Flag that specifies layers with one sublayer each, and the condition under which the flags of linear attention have
-an effect.
+"""Flag --hybrid-layer-pattern, and the condition under which the flags of linear attention have an effect.
 
 This module does not import torch.
 """
@@ -16,18 +15,18 @@ from megatron.training.extensions import extension_flags
 
 PATTERN = "--hybrid-layer-pattern"
 DENSE, EXPERTS = "-", "E"
-"""Letters of a layer with a dense MLP and of a layer with a mixture of experts."""
+"""Letters in the pattern: a layer with a dense MLP, and a layer with a mixture of experts."""
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:
-    """Return a condition that is true if the model uses the given linear attention variant. The flags of the variant
-    have an effect only if this condition is true."""
+    """Return a condition that is true if the model uses the linear attention variant `name`, whose letter in the
+    pattern is `letter`. The flags of the variant have an effect only if the condition is true."""
 
     def holds(config: RunConfig) -> bool:
         try:
             return name in config.model.linear_attentions
         except ValueError:
-            return True  # a rule reports invalid patterns
+            return True  # another rule reports an invalid pattern
 
     return Condition(f"--experimental-attention-variant {name} or {letter} in {PATTERN}", holds)
 

@@ -1,4 +1,5 @@
-"""Pattern of layers with one sublayer each, in Megatron-LM's letters. This module does not import torch."""
+"""Layers with one sublayer each, specified by a pattern of letters as in Megatron-LM. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ LAYOUT = "pipeline_model_parallel_layout"
 
 
 class LayerPattern(NamedTuple):
-    """Letters of a parsed pattern."""
+    """Parsed value of --hybrid-layer-pattern."""
 
     stages: tuple[str, ...]
-    """Letters of the layers in each pipeline stage; a single entry if the pattern does not contain stage borders."""
+    """For each pipeline stage, the letters of its layers. If the pattern contains no stage borders, there is a single
+    entry with all layers."""
 
     modules: tuple[str, ...]
-    """Letters of the layers in each multi-token prediction module."""
+    """For each multi-token prediction module, the letters of its sublayers."""
 
     @property
     def layers(self) -> str:
@@ -44,12 +46,12 @@ def read_pattern(text: str) -> LayerPattern:
 
 
 def attention_letter(config: TransformerConfig) -> str:
-    """Return the letter that stands for a layer with the attention module of the model."""
+    """Return the letter of layers with the model's attention module."""
     return config.attention_mixer.letter or "*"
 
 
 def letters(config: TransformerConfig) -> dict[str, Sublayers]:
-    """Return a mapping from each letter to the layer that the letter selects in this model."""
+    """Return a mapping from each letter that this model supports to the sublayers of the layer."""
     variants = {MIXERS.facts(name).letter: with_attention(name) for name in ATTENTION_VARIANTS}
     found = {attention_letter(config): Sublayers(attends=True)} | variants
     found |= {DENSE: Sublayers(mlp=True), EXPERTS: Sublayers(mlp=True, experts=True)}
@@ -58,8 +60,8 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
     """Return the sublayers of each layer that --hybrid-layer-pattern specifies, followed by the sublayers of each
-    multi-token prediction module. A module without letters has the sublayers of the last layer. Raises ValueError if
-    the pattern is invalid."""
+    multi-token prediction module. If the pattern contains no multi-token prediction modules, each module has the
+    sublayers of the last layer. Raises ValueError if the pattern is invalid."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
@@ -82,15 +84,15 @@ def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
 
 
 def _together(parts: list[Sublayers]) -> Sublayers:
-    """Return the layer that consists of the given parts: a mixer, an MLP, or both."""
+    """Combine sublayers to one layer: a mixer, an MLP, or a mixer followed by an MLP."""
     first, last = parts[0], parts[-1]
     return Sublayers(first.attends, first.linear, last.mlp, last.experts)
 
 
 def with_pattern(config: RunConfig) -> RunConfig:
-    """Return a copy of the configuration in which the number of layers, the number of multi-token prediction modules
-    and the pipeline stages are set from --hybrid-layer-pattern. Stage borders are moved from the pattern to the
-    pipeline layout flag, so that the pattern is the same under every layout."""
+    """Return a copy of the configuration with the number of layers, the number of multi-token prediction modules and
+    the pipeline stages from --hybrid-layer-pattern. Stage borders are moved from the pattern to the pipeline layout
+    field, so that the pattern is the same under every pipeline layout."""
     model, text = config.model, config.options(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config

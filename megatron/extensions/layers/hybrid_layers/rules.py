@@ -1,4 +1,4 @@
-"""Configuration checks that several mixers share. This module does not import torch."""
+"""Configuration checks that the rules of several mixers use. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.training.config.run_config import RunConfig
 
 
 def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
-    """Report a problem if the number that a flag sets cannot be divided evenly over tensor- and context-parallel ranks.
+    """Report a problem if the value of a flag cannot be divided evenly over the tensor- and context-parallel ranks.
 
     Args:
         c: Configuration.
-        flag: Name of the flag that sets the number.
+        flag: Name of the flag.
         value: Value of the flag; None if the flag is not set.
         what: Text for the error message that says what the ranks share, such as "the heads of lightning attention".
-        default: Number that applies if the flag is not set.
+        default: Value that applies if the flag is not set.
     """
     tp = c.parallel.tensor_model_parallel_size
     cp = c.parallel.context_parallel_size
@@ -35,17 +35,17 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a problem if the value of a flag results in matrix dimensions on a rank that are not multiples of the size
-    that the linear format requires.
+    """Report a problem if the value of a flag results in a matrix dimension on a rank that is not a multiple of the
+    size that the linear format requires.
 
     Args:
         c: Configuration.
-        flag: Name of the flag that sets the number.
+        flag: Name of the flag.
         value: Value of the flag; None if the flag is not set.
         each: Number of rows or columns of a matrix per unit of `value`. If `value` is a number of heads, this is the
             number of channels per head.
         what: Text for the error message that names the rows or columns, such as "channels of Mamba-1".
-        default: Number that applies if the flag is not set.
+        default: Value that applies if the flag is not set.
         cut: Whether the rows or columns are divided over tensor-parallel ranks.
     """
     tp, count = c.parallel.tensor_model_parallel_size, value or default

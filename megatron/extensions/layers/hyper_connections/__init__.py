@@ -4,5 +4,5 @@ Enabled by --enable-mhc-connections. Flags: --mhc-num-residual-streams, --mhc-si
 --mhc-init-gating-factor, --mhc-epsilon and --mhc-output-contract. With --recompute-modules mhc, the streams are saved
 once per layer instead of once per sublayer.
 
-Read first: `hyper_connection.py` contains the module, and `mixing.py` contains the formulas.
+Read `hyper_connection.py` first, which contains the module. `mixing.py` contains the formulas.
 """

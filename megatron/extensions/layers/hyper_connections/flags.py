@@ -1,4 +1,4 @@
-"""Flags, rules and registration of hyper-connections. This module does not import torch."""
+"""Registers hyper-connections, and defines their flags and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SWITCH = "--enable-mhc-connections"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(HyperConnectionFlags)
     if own.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
-        with suppress(ValueError):  # other rules report an invalid pattern
+        with suppress(ValueError):  # other rules report an invalid layer pattern
             if not any(kind.mixes and kind.mlp for kind in config.model.layers):
                 rule = "has no effect if every layer has only one sublayer: it applies between two sublayers"
                 yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)

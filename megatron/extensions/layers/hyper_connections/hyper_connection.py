@@ -1,10 +1,10 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
 
 The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of the streams
-and updates each stream: x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j). The weights pre and post and the doubly
-stochastic matrix res are computed from the streams of the token. The formulas match Hugging Face's implementation of
-DeepSeek-V4. Each token is computed independently, so tensor parallelism replicates the weights, and sequence and
-context parallelism need no communication.
+and updates each stream: x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j). For each token, the weights pre and
+post and the doubly stochastic matrix res are computed from the streams of this token. The formulas match Hugging Face's
+implementation of DeepSeek-V4. Tokens do not depend on each other, so sequence and context parallelism need no
+communication. The parameters are replicated on all tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Operands for mixing the streams, passed from the first sublayer of a layer to the second. The second sublayer
-    computes the mixed streams from these operands, and recomputes the mixed streams in its backward pass instead of
-    saving them."""
+    """Operands for mixing the streams. The first sublayer of a layer passes them to the second sublayer, which computes
+    the mixed streams. The backward pass of the second sublayer recomputes the mixed streams, so they are not saved."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
@@ -49,9 +48,9 @@ class PendingMix:
 
 
 class TokenWeights(nn.Module):
-    """Base class of modules that compute weights for each token from its streams. The weights are a normalized
-    projection of the streams, multiplied by factors, plus a bias. Only the streams are saved; the backward pass
-    recomputes everything else from the streams.
+    """Base class of modules that compute weights for each token from the streams of this token. The weights are a
+    normalized projection of the streams, multiplied by trained factors, plus a bias. Only the streams are saved for the
+    backward pass, which recomputes everything else from them.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -61,7 +60,7 @@ class TokenWeights(nn.Module):
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
     def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        """Return function(x). In training, only x is saved for the backward pass, which computes function(x) again."""
+        """Return function(x). In training, only x is saved for the backward pass, which recomputes function(x)."""
         return recomputed(function, x) if self.training else function(x)
 
     def projected(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,8 +74,8 @@ class TokenWeights(nn.Module):
 
 
 class HyperConnection(TokenWeights):
-    """Residual connection of a sublayer that computes the sublayer's input from the streams, mixes the streams, and
-    adds the sublayer's output to each stream.
+    """Residual connection around one sublayer. It computes the sublayer's input from the streams, mixes the streams,
+    and adds the weighted output of the sublayer to each stream.
 
     With --recompute-modules mhc, the first sublayer of a layer leaves the mixing of the streams to the second sublayer,
     which recomputes the mixed streams in the backward pass instead of saving them.
@@ -86,8 +85,8 @@ class HyperConnection(TokenWeights):
         super().__init__(config, ctx)
         width, name = config.residual_size, f"{sublayer}_hyper_connection"
         rows = self.streams * (self.streams + 2)
-        """Number of weights per token: n for the sublayer's input, n for its output, and n * n for the mixing
-        matrix."""
+        """Number of weights per token: n for the sublayer's input, n for the sublayer's output, and n * n for the
+        mixing matrix."""
         bound = sqrt(6 / (rows + width))
         factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
 
@@ -130,8 +129,8 @@ class HyperConnection(TokenWeights):
         return PendingMix(Mix(self.split(x), post, res, sublayer(read, context)), self.compiled)
 
     def _weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute three tensors from the streams x [s, b, n * h]: the sublayer's input [s, b, h], the weights post [s,
-        b, n], and the weights res [s, b, n, n]."""
+        """Return three tensors that are computed from the streams x [s, b, n * h]: the sublayer's input [s, b, h], the
+        weights post [s, b, n], and the mixing matrix res [s, b, n, n]."""
         factors = self.alpha_pre, self.alpha_post, self.alpha_res
         projected = self.projected(x, self.mapping_proj)
         weights = region(stream_weights, self.compiled)
@@ -159,7 +158,7 @@ class SumOfStreams(TokenWeights):
 
         self.hc_head_fn = made("hc_head_fn", (self.streams, config.residual_size), "gate")
         self.hc_head_base = made("hc_head_base", (self.streams,), "bias")
-        # The scale starts at 1, as in Megatron-LM and transformers; --mhc-init-gating-factor does not apply.
+        # The initial scale is 1, as in Megatron-LM and transformers, and does not depend on --mhc-init-gating-factor.
         self.hc_head_scale = made("hc_head_scale", (1,), "vector", Init("constant", value=1.0))
 
     def forward(self, x: Stream) -> Tensor:

@@ -1,7 +1,5 @@
-"""Formulas of hyper-connections for the stream weights and for mixing the streams.
-
-Shapes: x [..., n, h] contains n streams of h channels. For 16-bit streams, weights and sums are computed in fp32, and
-the sums are then rounded."""
+"""Formulas of hyper-connections for the stream weights and for mixing the streams. The tensors x [..., n, h] contain n
+streams of h channels. For 16-bit streams, weights and sums are computed in fp32, and the sums are then rounded."""
 
 from __future__ import annotations
 
@@ -33,18 +31,19 @@ class Mix(NamedTuple):
     """Streams before the sublayer, [..., n, h]."""
 
     post: Tensor
-    """For each stream, the factor of the sublayer's output, [..., n]."""
+    """Factors [..., n] by which the sublayer's output is multiplied before it is added to each stream."""
 
     res: Tensor
-    """Mixing matrix [..., n, n]. Column k contains the weights of the old streams in the new stream k."""
+    """Mixing matrix [..., n, n]. Column k contains the weights with which the old streams are summed to the new stream
+    k."""
 
     y: Tensor
     """Output of the sublayer, [..., h]."""
 
 
 def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Apply the Sinkhorn-Knopp algorithm (arXiv 2512.24880, equation 9). Returns nonnegative matrices [..., n, n]. All
-    rows and columns of these matrices sum to 1, up to rounding and eps."""
+    """Apply the Sinkhorn-Knopp algorithm (arXiv 2512.24880, equation 9). Return nonnegative matrices [..., n, n]. After
+    enough iterations, all rows and columns of a matrix sum to 1, up to rounding and eps."""
     matrix = logits.softmax(-1) + eps
     for iteration in range(iterations):
         if iteration:
@@ -54,7 +53,7 @@ def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
-    """Return the sum [..., h] of the streams x [..., n, h], weighted by `weights` [..., n]."""
+    """Return the weighted sum [..., h] of the streams x [..., n, h], with weights [..., n]."""
     return _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(weights, x)]).to(x.dtype)
 
 
@@ -67,9 +66,9 @@ def stream_weights(
     Args:
         x: [..., n, h], streams.
         projected: [..., n * (n + 2)], projection of the streams.
-        factors: Three scalars, by which the weights of the sublayer's input, the weights of its output and the mixing
-            matrix are multiplied.
-        bias: [n * (n + 2)], bias that is added to the weights.
+        factors: Three scalars, one each for the weights of the sublayer's input, the weights of the sublayer's output,
+            and the mixing matrix. The corresponding rows of the normalized projection are multiplied by these scalars.
+        bias: [n * (n + 2)], added to the scaled projection.
         iterations: Number of Sinkhorn-Knopp iterations.
         epsilons: Epsilon of the norm and epsilon of the weights.
 
@@ -123,7 +122,7 @@ class _MixContext(AutogradContext):
 
 
 class MixFunction(torch.autograd.Function):
-    """Autograd function of `mixed_streams` that saves each operand only once for the backward pass."""
+    """Autograd function of `mixed_streams`. It saves only the four operands for the backward pass."""
 
     @staticmethod
     def forward(ctx: _MixContext, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:

@@ -1,5 +1,5 @@
-"""Registration and rules of an attention module and an activation function whose outputs are normalized. This module
-does not import torch."""
+"""Registers an attention module and an activation function with normalized outputs, and defines their flag rules. This
+module does not import torch."""
 
 from __future__ import annotations
 

@@ -22,10 +22,11 @@ class ShardedRMSNorm(nn.Module):
         self.weight = make_parameter(ParamMeta(f"{name}.weight", (size,), {"tp": 0}, role="norm"), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the sharded channels x [s, b, size/tp] over all ranks, and multiply them by the weight."""
+        """Normalize x [s, b, size/tp] over the channels of all tensor-parallel ranks, and multiply the result by the
+        weight."""
         wide = x.float() if x.itemsize == 2 else x
-        # The output of every rank depends on the sum over all ranks, so the gradient of this sum is summed over ranks,
-        # too.
+        # The output of every rank depends on the sum of squares over all ranks, so the gradient of this sum must also
+        # be summed over the ranks.
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight.to(wide.dtype)).to(x.dtype)
 
@@ -45,15 +46,15 @@ class NormedOutputAttention(SelfAttention):
 
 
 class NormedSquaredReGLU(nn.Module):
-    """Activation function relu(gate)^2 * up, normalized over the whole width of the MLP."""
+    """Activation function relu(gate)^2 * up, whose output is normalized over the whole width of the MLP."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.norm = ShardedRMSNorm(f"{name}.norm", config.ffn_size, config, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized activations [s, b, ffn/tp] of x [s, b, 2 ffn/tp], which contains the gate channels,
-        then the up channels."""
+        """Return the normalized activations [s, b, ffn/tp]. The input x [s, b, 2 ffn/tp] contains the gate channels,
+        followed by the up channels."""
         gate, up = x.chunk(2, dim=-1)
         normed: Tensor = self.norm(gate.relu().square() * up)
         return normed

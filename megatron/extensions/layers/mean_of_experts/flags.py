@@ -1,4 +1,4 @@
-"""Registration and rules of layers that average expert outputs. This module does not import torch."""
+"""Registers layers that average expert outputs, and defines their flag rules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Registration and rules of --layer-module no_first_norm, which omits the norm before the first layer's attention. This
-module does not import torch."""
+"""Registers --layer-module no_first_norm, which omits the norm before the first layer's attention, and defines its flag
+rules. This module does not import torch."""
 
 from __future__ import annotations
 

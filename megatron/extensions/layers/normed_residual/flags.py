@@ -1,5 +1,5 @@
-"""Flag, rules and registration of layers whose sublayers add to their normalized inputs. This module does not import
-torch."""
+"""Registers layers in which each sublayer's output is added to the sublayer's normalized input, and defines their flag
+and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flag, rules and registration of per-layer embeddings.
+"""Registers per-layer embeddings, and defines their flag and flag rules.
 
 This module does not import torch.
 """
@@ -19,8 +19,8 @@ from megatron.training.extensions import extension_flags
 
 SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
-"""Mapping from the MLP's activation function to the gate function of the embeddings: silu, or a type of GELU
-approximation."""
+"""Mapping from the MLP's activation function to the activation function of the embedding gates: "silu" for SiLU, or the
+argument `approximate` of GELU."""
 
 
 def size_of(config: TransformerConfig) -> int:
@@ -37,7 +37,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.activation not in GATES:
         rule = f"gates embeddings with the function that gates the MLP; known are {', '.join(GATES)}"
         yield Problem(SWITCH, size, rule, f"use one of them, not {m.activation}")
-    with suppress(ValueError):  # other rules report an invalid pattern
+    with suppress(ValueError):  # other rules report an invalid layer pattern
         if not all(kind.mixes and kind.mlp for kind in m.layers):
             yield Problem(SWITCH, size, "follows the MLP of each layer, but some layers have no MLP", "remove it")
     if not divides(ranks, size):

@@ -1,11 +1,12 @@
 """Residual stream of models with per-layer embeddings, [s, b, 2h + e].
 
 The stream carries the hidden states (h channels), the word embeddings (h channels) and the weight of a norm (e
-channels), because every layer needs all of them. Each layer projects the word embeddings to the e channels of its own
-embeddings, and normalizes the projection with the weight, which all layers share. The weight is a parameter of layer 0,
-which copies it to each token of the stream; the other layers read it from the stream. In the backward pass, the
-gradient of the weight flows through the stream to layer 0. Pipeline stages therefore need no additional messages.
-The channels of tables and projections are sharded over the tensor-parallel ranks.
+channels), because every layer needs all of them. Each layer projects the word embeddings to e channels, normalizes the
+projection with the norm weight, and adds the result to embeddings from the layer's table. All layers share one norm
+weight. The norm weight is a parameter of layer 0. Layer 0 copies the weight to each token of the stream, and the other
+layers read the weight from the stream. In the backward pass, the gradient of the weight flows through the stream to
+layer 0. Pipeline stages therefore exchange no additional messages for the weight. The channels of the embedding tables
+and projections are sharded over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from megatron.extensions.layers.per_layer_embeddings.flags import GATES, size_of
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Residual connection that adds the output of a sublayer to the hidden states. After an MLP, it also adds the
-    embeddings of the layer."""
+    """Residual connection that adds the output of a sublayer to the hidden states. If the sublayer is an MLP, the
+    connection then adds the layer's gated embeddings."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class HiddenStates(nn.Module):
-    """Module that returns the hidden states after the last layer."""
+    """Module that extracts the hidden states from the stream after the last layer."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -82,8 +83,8 @@ class HiddenStates(nn.Module):
 class LayerEmbeddings(nn.Module):
     """Module that adds norm(W (act(G x) * p)) to the hidden states x of a layer.
 
-    p = (norm(P v / sqrt(h)) + sqrt(e) r) / sqrt(2), where r is the token's row of the embedding table, and v is the
-    token's word embedding.
+    The per-layer embedding p of a token is (norm(P v / sqrt(h)) + sqrt(e) r) / sqrt(2), where r is the token's row of
+    the embedding table, and v is the token's word embedding.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -109,8 +110,8 @@ class LayerEmbeddings(nn.Module):
             self.context_layernorm = make_parameter(weight, ctx)
 
     def forward(self, x: Tensor, carried: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return updated hidden states x [s, b, h] and the rest of the stream, `carried` [s, b, h + e]. Under sequence
-        parallelism, the first dimension is s/tp."""
+        """Return the updated hidden states and the updated rest of the stream. The hidden states x are [s, b, h], and
+        the rest of the stream, `carried`, is [s, b, h + e]. Under sequence parallelism, the first dimension is s/tp."""
         words, weight = carried.split((carried.shape[-1] - self.size, self.size), dim=-1)
         if self.context_layernorm is not None:
             weight = self.context_layernorm.expand_as(weight)
@@ -122,9 +123,9 @@ class LayerEmbeddings(nn.Module):
         return F.silu(gate) if self.approximate == "silu" else F.gelu(gate, approximate=self.approximate)
 
     def _inputs(self, words: Tensor, weight: Tensor, context: BatchContext) -> Tensor:
-        """Compute the layer's embedding of each token, p [s, b, e/tp]: the normalized projection of the word embeddings
-        plus the token's row of the layer's table. `words` are the word embeddings, [s, b, h], or [s/tp, b, h] under
-        sequence parallelism; `weight` is the norm weight [e]."""
+        """Compute the per-layer embedding p of each token, [s, b, e/tp], as defined in the docstring of the class.
+        `words` contains the word embeddings [s, b, h], or [s/tp, b, h] under sequence parallelism. `weight` is the norm
+        weight [e]."""
         of_words, of_rows = self.scales
         assert context.tokens is not None
         rows = EmbeddingFunction.apply(context.tokens.t(), self.table, LOCAL, Axis())
@@ -134,10 +135,11 @@ class LayerEmbeddings(nn.Module):
         """Normalize x [s, b, e/tp] over the channels of all ranks, and multiply the result by this rank's shard of the
         weight [e]."""
         wide = x.float() if x.itemsize == 2 else x
-        # the output of every rank depends on the sum over all ranks, so the gradient of this sum is summed over ranks,
-        # too
+        # the output of every rank depends on the sum of squares over all ranks, so the gradient of this sum must also
+        # be summed over the ranks
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
-        # under sequence parallelism, each rank's stream has different tokens, and the ranks' gradients are summed
+        # under sequence parallelism, `weight` comes from different tokens on each rank, and its gradient is summed over
+        # the ranks later
         weight = weight if self.sequence_parallel else copy_to(weight, self.tp)
         own = weight.chunk(self.tp.size)[self.tp.rank].to(wide.dtype)
         return (wide * torch.rsqrt(squares / self.size + self.eps) * own).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Registration of layers with a stored output scale. This module does not import torch."""
+"""Registers layers whose output is multiplied by a stored scalar. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class ScaledLayer(TransformerLayer):
-    """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is 1 in a new model, or is read from
-    the checkpoint of a converted model. The scalar is saved in checkpoints, but not trained."""
+    """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is 1 in a new model. In a converted
+    model, the scalar is read from the checkpoint. It is saved in checkpoints, but not trained."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -28,8 +28,8 @@ class ScaledLayer(TransformerLayer):
         residual = None if config.residual is None else RESIDUALS[config.residual]
         of_stream = getattr(residual, "scaled", None)
         self.scaled = None if of_stream is None else partial(of_stream, config=config)
-        """Function that scales only the hidden states in a stream with additional channels; None if the stream has no
-        additional channels."""
+        """If the residual stream contains additional channels, a function that scales only the hidden states in the
+        stream; otherwise None."""
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""

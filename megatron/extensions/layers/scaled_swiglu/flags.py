@@ -1,4 +1,4 @@
-"""Flag, rule and registration of scaled SwiGLU. This module does not import torch."""
+"""Registers scaled SwiGLU, and defines its flag and flag rule. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ class ScaledSwiGLU:
         self.plain = FusedActivation("swiglu", ctx.compiled)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the activations [..., f] of x [..., 2f], which contains the gate channels, then the up channels."""
+        """Return the activations [..., f]. The input x [..., 2f] contains the gate channels, followed by the up
+        channels."""
         gate, up = x.chunk(2, dim=-1)
         return self.plain(torch.cat((gate * self.of_gate, up * self.of_output), dim=-1))

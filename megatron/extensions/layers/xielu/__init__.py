@@ -1,1 +1,2 @@
-"""xIELU, an activation function with two trainable scalars (Apertus): `--activation-func xielu`. Read `xielu.py`."""
+"""xIELU, an activation function with two trainable scalars, as in Apertus. Enabled by `--activation-func xielu`. The
+implementation is in `xielu.py`."""

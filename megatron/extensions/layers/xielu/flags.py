@@ -1,4 +1,4 @@
-"""Registration of xIELU. This module does not import torch."""
+"""Registers the activation function xIELU. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -16,22 +16,24 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.torch_private import AutogradContext
 
 BETA = 0.5
-"""Slope of xIELU at zero, which the paper calls b."""
+"""Slope b of xIELU at zero."""
 
 
 class XIELU(nn.Module):
-    """xIELU, with two trainable scalars (arXiv:2411.13010): a_p x^2 + b x above zero, a_n (e^x - 1 - x) + b x below,
-    with a_p = softplus(alpha_p), a_n = b + softplus(alpha_n) and b = 0.5 (section 3 of the paper)."""
+    """Activation function xIELU with two trainable scalars, alpha_p and alpha_n (arXiv:2411.13010, section 3). Its
+    value is a_p x^2 + b x for x > 0, and a_n (e^x - 1 - x) + b x otherwise, where a_p = softplus(alpha_p), a_n = b +
+    softplus(alpha_n) and b = 0.5."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
 
         def scalar(key: str, value: float) -> nn.Parameter:
-            # The channels are sharded over tensor-parallel ranks, so the gradient on each rank is a partial sum.
+            # The channels are sharded over tensor-parallel ranks, so each rank computes only a partial sum of the
+            # scalar's gradient.
             init = Init("constant", value=value)
             return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, init, ("tp",), role="vector"), ctx)
 
-        # Both a_p and a_n start at 0.8.
+        # The initial value of both a_p and a_n is 0.8.
         self.alpha_p = scalar("alpha_p", log(expm1(0.8)))
         self.alpha_n = scalar("alpha_n", log(expm1(0.8 - BETA)))
         self.compiled = ctx.compiled
@@ -60,7 +62,7 @@ class _XIELUContext(AutogradContext):
 
 
 class _XIELUFunction(torch.autograd.Function):
-    """Autograd function for xIELU. The function saves only its input and the two scalars for the backward pass."""
+    """Autograd function for xIELU. It saves only its input and the two scalars for the backward pass."""
 
     @staticmethod
     def forward(ctx: _XIELUContext, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool) -> Tensor:

@@ -4,5 +4,5 @@ Linear.
 Selected by the letter K of --hybrid-layer-pattern, or by --experimental-attention-variant kimi_delta_attention in
 layers that also have an MLP. Shape flags: --kda-num-heads, --kda-head-dim and --kda-conv-kernel-dim.
 
-Read first: `kimi_delta_attention.py`, the module.
+The implementation is in `kimi_delta_attention.py`.
 """

@@ -1,4 +1,4 @@
-"""Flags, rules and registration of Kimi Delta Attention.
+"""Registers Kimi Delta Attention, and defines its flags and flag rules.
 
 This module does not import torch.
 """

@@ -1,9 +1,10 @@
 """Kimi Delta Attention (arXiv 2510.26692), the mixer of Kimi Linear.
 
 Kimi Delta Attention is a gated delta net with a separate decay for each channel of the state. The decays and the output
-gates are computed by low-rank projections, each of which is a product of two matrices. The first matrix is replicated
-on all tensor-parallel ranks. In Ling 3.0, a single full-rank matrix replaces the two matrices. The gates are sigmoids.
-Everything else works as in `GatedDeltaNet`, with one value head for each key head.
+gates are computed by low-rank projections, each of which consists of two matrices. The first matrix is replicated on
+all tensor-parallel ranks. In Ling 3.0, a single full-rank matrix replaces the two matrices. The head outputs are
+multiplied by the sigmoid of the gates. Everything else is the same as in `GatedDeltaNet` with one value head per key
+head.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from megatron.extensions.mixers.linear_attention.gated_delta_net import (
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Kimi Delta Attention, which consists of projections, a convolution, the delta rule with a decay per channel, a
-    gated norm, and an output projection.
+    """Kimi Delta Attention: projections, a convolution, the gated delta rule with one decay per channel, a gated norm,
+    and an output projection.
 
-    The weight of in_proj is [heads, 3 * channels + 1, h], ordered by head: all channels of the first head come
-    first."""
+    The weight of in_proj is [heads, 3 * channels + 1, h]. The rows of each head produce its query, key, value and write
+    strength."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         # The base class's __init__ is skipped, because it would create parameters that this class does not use.
@@ -65,19 +66,19 @@ class KimiDeltaAttention(GatedDeltaNet):
             part, inputs = (f"{of}_proj", hidden) if own.kda_full_rank_gates else (f"{of}_b_proj", width)
             return column_parallel(ColumnLinear(f"{name}.{part}", inputs, (heads, width), False), ctx)
 
-        # Initial values match Hugging Face's implementation. None of the projections has a bias.
+        # Initial values match Hugging Face's implementation. The projections have no biases.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
         self.f_a_proj, self.g_a_proj = down("f"), down("g")  # low-rank projections: f for decays, g for output gates
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
-        """Bias that is added to the projected decay."""
+        """Bias [heads, channels] that is added to the projected decay."""
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of the decay rate."""
+        """Logarithm of each head's decay rate, [heads]."""
         out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
         self.out_norm = make_parameter(out_norm, ctx)
-        """Weight of the output norm, [channels of a head], shared by all heads."""
+        """Weight [channels] of the output norm, shared by all heads."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
         self.kernel = None
         self.recompute = True
@@ -85,8 +86,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Project x to [s/cp, b, heads/tp * channels], where the channels of a head are its query, key, value, gate,
-        write strength and decay."""
+        """Project x to [s/cp, b, heads/tp * channels]. The channels of each head are its query, key, value, output
+        gate, write strength and decays."""
         width = self.value_width
         mixed, gate = self.in_proj(x).unflatten(-1, (-1, 3 * width + 1)), self.g_b_proj(self.g_a_proj(x))
         decay = self.f_b_proj(self.f_a_proj(x))
@@ -104,8 +105,8 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 
 def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm to the output of each head, and multiply the result by the sigmoid of the head's gate. 16-bit
-    inputs are computed in fp32.
+    """Apply RMSNorm to the output of each head, and multiply the result by the sigmoid of the head's gate. For 16-bit
+    inputs, intermediate results are fp32.
 
     Args:
         x: [s, b, heads, d], head outputs.

@@ -2,7 +2,5 @@
 
 Selected by the letter L of --hybrid-layer-pattern, or by --experimental-attention-variant lightning_attention in layers
 that also have an MLP. --num-attention-heads and --kv-channels set the number and the width of heads. Flag:
---lightning-chunk-size.
-
-Read first: `lightning_attention.py`, the module.
+--lightning-chunk-size. The implementation is in `lightning_attention.py`.
 """

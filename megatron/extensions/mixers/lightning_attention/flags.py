@@ -1,4 +1,4 @@
-"""Flag, rules and registration of lightning attention.
+"""Registers lightning attention, and defines its flag and flag rules.
 
 This module does not import torch.
 """
@@ -30,12 +30,12 @@ class LightningFlags:
 
 
 def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the flags of models with lightning attention. A different rule checks that the number of heads is a
-    multiple of the tensor-parallel size."""
+    """Check the flags of models with lightning attention. Another rule checks that the number of heads is a multiple of
+    the tensor-parallel size."""
     heads = "--num-attention-heads", c.model.num_attention_heads
     if divides(c.parallel.tensor_model_parallel_size, heads[1]):
         yield from unless_shared(c, *heads, "the heads of lightning attention")
-        if not c.model.attention_facts.grouped:  # the rule of grouped attention already checks the heads
+        if not c.model.attention_facts.grouped:  # for grouped attention, another rule checks the number of heads
             yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 

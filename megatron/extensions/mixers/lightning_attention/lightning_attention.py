@@ -1,16 +1,16 @@
 """Lightning attention (arXiv 2401.04658), the mixer of MiniMax-Text-01 (arXiv 2501.08313, section 2.2).
 
 One projection produces queries, keys, values and gates. SiLU is applied to queries, keys and values, and attention is
-computed without a softmax. The outputs of all heads are normalized together, multiplied by the gates, and projected to
-hidden states. A head's state S decays at a fixed rate:
+computed without a softmax. The outputs of all heads are normalized together, multiplied by the sigmoid of the gates,
+and projected to hidden states. Each head has a state S, which decays at a fixed rate:
 
     state:   S_t = exp(-rate) S_{t-1} + k_t v_tᵀ
     output:  y_t = S_tᵀ q_t
 
-This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes
-lightning attention in chunks by matrix products. Heads are sharded over the tensor-parallel ranks. Under context
-parallelism, one all-to-all exchanges sequence shards for heads before mixing, and a second all-to-all restores the
-sequence shards of the outputs.
+This recurrence is the state-space model of Mamba-2 with step sizes of 1, keys as B, queries as C and values as inputs.
+`ssd.py` therefore computes lightning attention in chunks by matrix products. Heads are sharded over the tensor-parallel
+ranks. Under context parallelism, an all-to-all before the recurrence exchanges sequence shards for heads, and a second
+all-to-all restores the sequence shards of the outputs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ EPSILON = 1e-6
 
 
 class LightningAttention(nn.Module):
-    """Lightning attention layer, which consists of a projection, linear attention, a norm, gates, and an output
-    projection. The backward pass recomputes all activations between the input projection and the output projection
-    except the head outputs."""
+    """Lightning attention: an input projection, linear attention, a norm, gates, and an output projection. The backward
+    pass recomputes all activations between the input projection and the output projection, except for the head
+    outputs."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -57,9 +57,7 @@ class LightningAttention(nn.Module):
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
-        # The rows of a head are its query, key, value and gate; all rows of the first head come first. Neither
-        # projection
-        # has a bias.
+        # The rows of each head in in_proj produce its query, key, value and gate. The projections have no biases.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False), ctx)
         self.norm = WideRMSNorm(f"{name}.norm", heads, of_heads, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
@@ -87,7 +85,7 @@ class LightningAttention(nn.Module):
         if cache is not None:
             (state,) = cache.states(self.layer) or (None,)
             rule = ssd_steps if len(mixed) <= FEW_TOKENS else rule
-            if cache.lengths is not None:  # with step sizes of 0, padding does not change the state
+            if cache.lengths is not None:  # a token with a step size of 0 does not change the state
                 padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= cache.lengths[:, None]
                 steps = steps.masked_fill(padding, 0.0)
         y, state = rule(v, steps, -self.rates(wide, mixed.device), k, q, number, state)
@@ -105,10 +103,10 @@ def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the decay rate of each head in `heads`, [n]. In the first layer of a model with 8 heads, the rates are the
-    slopes of ALiBi, from 1/2 to 1/256. The rates decrease with the layer number to nearly 0 in the last layer.
+    slopes of ALiBi, from 1/2 to 1/256. In later layers, the rates are lower; in the last layer, they are nearly 0.
 
     Args:
-        heads: Head numbers.
+        heads: Indices of the heads.
         layer: Layer number. Layers of multi-token prediction modules use the rates of the model's last layer.
         config: Model configuration.
         dtype: Dtype of the result.

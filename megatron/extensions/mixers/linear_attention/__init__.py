@@ -4,5 +4,5 @@ Selected by --experimental-attention-variant gated_delta_net for the layers that
 the letter G of --hybrid-layer-pattern. Shape flags: --linear-num-key-heads, --linear-num-value-heads,
 --linear-key-head-dim, --linear-value-head-dim and --linear-conv-kernel-dim.
 
-Read first `gated_delta_net.py`, which contains the module, then `gated_delta_rule.py`, which computes the recurrence.
+Read `gated_delta_net.py` first, which contains the module, then `gated_delta_rule.py`, which computes the recurrence.
 """

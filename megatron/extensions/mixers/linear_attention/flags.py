@@ -1,4 +1,4 @@
-"""Flags, rules and registration of gated delta nets.
+"""Registers gated delta nets, and defines their flags and flag rules.
 
 This module does not import torch.
 """
@@ -59,9 +59,9 @@ class LinearAttentionFlags:
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Six numbers of projected channels per key head: for the query, the keys, the values, the value gates, the
-        write strengths beta, and the decays (one per value head). If a token has several keys, all keys come before all
-        values."""
+        """Numbers of channels that are projected for each key head, as a tuple of six: the query, the keys, the values,
+        the gates of the value heads, the write strengths beta, and the decays (one per value head). Each token has
+        `linear_num_householder` keys, which precede all values."""
         heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
         return key, steps * key, steps * heads * value, heads * value, steps * heads, heads
@@ -76,8 +76,8 @@ def heads(config: TransformerConfig) -> str:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return the layer kind with --linear-norm-placement as its norm placement, or unchanged if this flag is not
-    set."""
+    """Return a copy of the layer kind whose norm placement is --linear-norm-placement. If this flag is not set, return
+    the layer kind unchanged."""
     placement = config.options(LinearAttentionFlags).linear_norm_placement
     return replace(kind, own=(*kind.own, ("norm_placement", placement))) if placement else kind
 

@@ -7,10 +7,10 @@ hidden states. Key heads, together with their value heads, are sharded over the 
 
 Under context parallelism, an all-to-all before the convolution exchanges sequence shards for key heads, so that each
 rank has the whole sequence for some of the key heads. A second all-to-all converts the outputs back to sequence shards.
---cp-comm-type applies only to attention. Each rank convolves and scans whole sequences for its heads. The convolution,
-the document borders, the chunks and the kernels are therefore the same as in a single process, and all ranks compute at
-the same time. The alternative, to pass the state from rank to rank, would be sequential: the state would cross the
-borders between zig-zag shards one after another.
+--cp-comm-type has no effect on gated delta nets. Each rank computes the convolution and the recurrence over whole
+sequences for its heads. The convolution, the document borders, the chunks and the kernels are therefore the same as in
+a single process, and all ranks compute at the same time. If the ranks instead passed the state from one sequence shard
+to the next, they would have to compute one after another.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Operands of the gated delta rule: q, k, v, g and beta."""
 
 FEW_TOKENS = 4
-"""Largest number of tokens for which generation applies the rule token by token, because this takes fewer operations
-than one chunk."""
+"""Largest number of new tokens for which generation applies the recurrence token by token. For so few tokens, this
+takes fewer operations than the chunked form."""
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated delta net, which consists of a projection, a convolution, the gated delta rule, a gated norm, and an output
+    """Gated delta net: an input projection, a convolution, the gated delta rule, a gated norm, and an output
     projection.
 
-    The weight of in_proj is [key heads, channels, h], ordered by key head: all channels of the first key head come
-    first. See `linear_channels`. The backward pass starts from the saved output of in_proj, and recomputes all
-    activations between in_proj and the output projection. If a kernel of flash-linear-attention computes the gated
-    delta rule, activations are recomputed only with `--recompute-modules core_attn`."""
+    The weight of in_proj is [key heads, channels, h]; `linear_channels` describes the channels of each key head. The
+    output of in_proj is saved for the backward pass, which recomputes all activations between in_proj and the output
+    projection. If a kernel of flash-linear-attention computes the gated delta rule, these activations are recomputed
+    only with `--recompute-modules core_attn`, and saved otherwise."""
 
     steps = 1
-    """Number of key-value pairs that each token writes to the state. Each pair is one row of the operands of the gated
+    """Number of key-value pairs that each token writes to the state. Each pair is one row in the operands of the gated
     delta rule; see `in_steps`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -86,24 +86,24 @@ class GatedDeltaNet(nn.Module):
         self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
         self.widths = own.linear_key_head_dim, self.value_width
 
-        # Names and initial values match Megatron-LM (arXiv 2412.06464, section 3.4). Neither projection has a
-        # bias.
+        # Names and initial values match Megatron-LM (arXiv 2412.06464, section 3.4). The projections have no biases.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False)
         self.in_proj = column_parallel(in_proj, ctx)
         self.conv1d = make_sharded_parameter(
             f"{name}.conv1d.weight", (groups, sum(self.channels[:3]), taps), ctx, role="convolution"
         )
-        """Weight of the convolution, [key heads, channels of query, keys and values, taps]."""
+        """Weight [key heads, channels, taps] of the convolution. The channels of each key head are its query, its keys
+        and its values."""
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=Init("ones"))
-        """Bias that is added to the projected decay."""
+        """Bias [value heads] that is added to the projected decay."""
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of the decay rate."""
+        """Logarithm of each value head's decay rate, [value heads]."""
         out_norm = ParamMeta(
             f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
         )
         self.out_norm = make_parameter(out_norm, ctx)
-        """Weight of the output norm, [channels of a value head], shared by all heads."""
+        """Weight [channels of a value head] of the output norm, shared by all heads."""
         out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
         self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
@@ -139,8 +139,9 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """Compute the head outputs of tokens that follow cached tokens, and update the cache. The cache contains the
-        state and the last inputs of the convolution. Padding does not change the state."""
+        """Compute the gated and normalized head outputs of the new tokens during generation, and update the cache. For
+        each layer, the cache contains the state and the last inputs of the convolution. Padding does not change the
+        state."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
@@ -158,8 +159,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
-        """Compute the operands of the gated delta rule from the projected channels `mixed`. Returns three values: these
-        operands, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
+        """Compute the operands of the gated delta rule from the projected channels `mixed`. Return three values: the
+        operands, the output gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
@@ -170,9 +171,8 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """For each token, return the index of its document within its sample, starting at 0, [s, b]. All samples have
-    `length` tokens. This function caches its results, because all layers and passes of a micro-batch need the same
-    tensor."""
+    """Return the index of each token's document within the sample, starting at 0, [s, b]. Each sample has `length`
+    tokens. The results are cached, because all layers and passes of a micro-batch need the same tensor."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1
@@ -180,12 +180,12 @@ def documents_begun(documents: Documents, length: int, device: torch.device) -> 
 
 
 def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
-    """Return the last `count` rows of each sample, not counting padding, [count, b, ...].
+    """Return the last `count` rows of each sample before the padding, [count, b, ...].
 
     Args:
         x: [s, b, ...], rows.
         before: [count, b, ...], rows before x; None for zeros.
-        lengths: [b], number of rows of x that are not padding.
+        lengths: [b], number of rows of each sample in x that are not padding.
         count: Number of rows to return.
     """
     rows = torch.cat((x.new_zeros(count, *x.shape[1:]) if before is None else before, x))
@@ -202,7 +202,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """Number, widths and bounds of the rows that the gated delta rule processes per token."""
+    """Number of rows per token in the operands of the gated delta rule, and the widths and bounds of these rows."""
 
     widths: tuple[int, int]
     """Number of channels per key and number of channels per value."""
@@ -214,8 +214,8 @@ class DeltaRows(NamedTuple):
     """Number of keys that each token writes to the state."""
 
     least_decay: float | None = None
-    """Lower bound of the log decay g. If there is a bound, g is computed with a sigmoid; if None, g is computed with a
-    softplus and has no lower bound."""
+    """Lower bound of the log decay g. A bounded g is computed with a sigmoid. If `least_decay` is None, g is computed
+    with a softplus and has no lower bound."""
 
 
 def delta_operands(
@@ -227,17 +227,18 @@ def delta_operands(
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
-    """Compute the operands of the gated delta rule. Returns the operands, each with s * steps rows, and the last inputs
-    of the convolution.
+    """Compute the operands of the gated delta rule. Return the operands, each of which has s * steps rows, and the last
+    inputs of the convolution.
 
-    g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands are 16-bit, because it is summed over
-    tokens. beta is at most `rows.strength`. If each token writes several keys, it has one row per key: the first row of
-    a token applies the decay, and the last row reads the state.
+    The log decay g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands are 16-bit, because g is
+    summed over tokens. The write strength beta is at most `rows.strength`. If each token writes several keys, the token
+    has one row per key. The first row of a token applies the decay, and the last row reads the state.
 
     Args:
-        inputs: [s, b, key heads, dk + steps (dk + dv per value head)], projected queries, keys and values.
+        inputs: [s, b, key heads, channels], projected queries, keys and values: dk channels for the query, steps * dk
+            for the keys, and steps * dv per value head for the values.
         beta: [s, b, steps * heads], projected write strengths.
-        decay: [s, b, heads], projected decays; [s, b, heads, dk] for a decay per channel.
+        decay: [s, b, heads], projected decays; [s, b, heads, dk] if each channel has a separate decay.
         weights: Parameters of the convolution and of the decay.
         rows: Number of rows per token, and the widths and bounds of these rows (`DeltaRows`).
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.

@@ -75,8 +75,8 @@ _largest = gpu_operator(
 
 
 class Multiplies(Protocol):
-    """Part of the planner's interface `Launches`: a method that records matrix products, and a context manager that
-    suspends the recording."""
+    """Part of the planner's interface `Launches`: a method that records a matrix product, and a context manager within
+    which operators are not recorded."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
