@@ -69,7 +69,7 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
     config = replace(
         config,
         parallel=ModelParallelConfig(**kept),
-        data=DatasetConfig(mock_data=True, num_workers=0),  # the saved samples replace the mock data
+        data=DatasetConfig(mock_data=True, num_workers=0),  # placeholder: the replay reads the saved samples
         tokenizer=TokenizerConfig(),
         training=replace(config.training, eval_iters=0, num_microbatches=None),
         checks=ChecksConfig(),

@@ -173,7 +173,7 @@ class Suite:
             ValueError: A task cannot be loaded, or one of its requests cannot be built. The message lists all problems,
             one per line.
         """
-        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # parallel bootstrapping would fork the training process
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # otherwise, lm-eval's bootstrapping forks this process
         disable_progress_bars()
         suite = cls({}, {}, limit, ())
         problems = list[str]()

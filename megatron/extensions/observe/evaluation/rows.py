@@ -153,7 +153,7 @@ def plan_rounds(
 
     for length, group in groupby(order, key=padded):
         rows = list(group)
-        few = 1 << (ceil(len(rows) / replicas) - 1).bit_length()  # a power of two limits the number of shapes
+        few = 1 << (ceil(len(rows) / replicas) - 1).bit_length()  # rounded up, to limit the number of shapes
         size = min(max(1, budget // length), few)
         batches = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
         batches += [()] * (-len(batches) % replicas)

@@ -83,7 +83,7 @@ class Scorer:
         """Add the scores of one round to `table` [rows, 3]. The columns are the summed log-likelihood, the number of
         scored tokens that greedy decoding would not produce, and the most likely token after the row.
 
-        If several ranks hold the same tokens, only one of them adds its scores.
+        If several ranks hold the same tokens, only one of these ranks adds the scores to its table.
         """
         mine = each.microbatches[self.state.dp.rank]
         wholes = [_batch([rows[number] for number in numbers], each) for numbers in mine]
@@ -151,8 +151,8 @@ def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor
 def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     """Return the id of the most likely token at each position. logits: [s, b, V/t]. Returns int64 ids [s, b].
 
-    If several tokens have the same logit, the lowest id is returned. Only two numbers per token are gathered, not the
-    logits. Columns from `vocab_size` on are padding.
+    If several tokens have the same logit, the lowest id is returned. The logits are not gathered: each rank gathers
+    only two numbers per position from the other ranks. Columns from `vocab_size` on are padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     columns = max(0, min(vocab_size, stop) - start)

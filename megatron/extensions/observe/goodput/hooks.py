@@ -79,8 +79,8 @@ class Goodput(Callback, Meter):
         self._until[iteration % KEPT] = torch.tensor(known, dtype=torch.float64)
 
     def _notice_rollback(self) -> None:
-        """After a rollback, count the time of the undone steps and of the rollback itself as `rolled_back`. A rollback
-        is detected by a new interval that the run starts before it has logged the previous interval.
+        """After a rollback, count the time of the undone steps and of the rollback itself as `rolled_back`. This method
+        detects a rollback as follows: the run has started a new log interval, but never logged the previous interval.
         """
         before, own = self._at_step[0], self._own
         if self._run.interval is before or before is self._counted:
@@ -118,8 +118,8 @@ class Goodput(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Measure an evaluation from its first dataset until `on_evaluation` is called, because the device finishes the
-        evaluation only then."""
+        """Measure the time of an evaluation. The time begins with the first dataset. It ends when `on_evaluation` is
+        called, because the device finishes the evaluation only then."""
         began = self._evaluation[0] if self._evaluation else time.perf_counter()
         try:
             yield

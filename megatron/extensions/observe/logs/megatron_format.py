@@ -93,10 +93,10 @@ class MegatronLines(LogLines):
         return progress_line(record, self.train_iters, self.config.options(LogsConfig).log_throughput)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
-        """Yield the lines of an evaluation.
+        """Yield the log lines of an evaluation.
 
-        The lines of a validation during training do not name the split. The last validation of a run also yields lines
-        that name the split "valid".
+        The lines of a validation during training do not contain the name of the split. The last validation of a run
+        also yields lines that contain the name "valid".
 
         Args:
             iteration: Iteration of the evaluation.

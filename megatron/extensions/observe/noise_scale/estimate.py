@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 BLOCKS = 20
-"""Maximum number of blocks into which the jackknife divides the steps. It leaves out one block at a time."""
+"""Maximum number of blocks into which the jackknife divides the steps. The jackknife omits one block at a time."""
 
 NORMAL_95 = 1.96
 """Half of the width of a normal distribution's 95% interval, in standard errors."""

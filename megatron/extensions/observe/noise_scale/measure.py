@@ -9,8 +9,8 @@ Only matrices that are sharded by tensor or expert parallelism are counted, beca
 rank. Vectors (biases and norm weights) are not counted, because their gradients are partial sums under sequence
 parallelism. Tied embeddings are not counted, because their gradients are partial sums under pipeline parallelism.
 Because of these rules, the noise scale covers the same parameters under every parallel layout. An expert processes the
-tokens of all ranks in its expert-parallel group. Therefore, its small batch consists of one micro-batch from each of
-these ranks.
+tokens of all ranks in its expert-parallel group. Therefore, the small batch of an expert consists of one micro-batch
+from each rank in this group.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Parameters:
     size for all matrices of a group."""
 
     replicas: int
-    """Number of replicas of the matrices. Each replica has a small batch of its own."""
+    """Number of replicas of the matrices. The small batch of each replica contains different samples."""
 
     shards: list[Tensor] = field(default_factory=list)
     """Shards of the reduced gradients that this rank counts."""
@@ -65,8 +65,8 @@ class Watched:
     param: nn.Parameter
     into: Parameters
     before: Callable[[], object] | None
-    """Original `on_main_grad` hook of the parameter, which is called after each gradient contribution. It may start the
-    gradient reduction."""
+    """Original `on_main_grad` hook of the parameter, which is called after each gradient contribution. This hook may
+    start the gradient reduction."""
 
     reports: int = 0
     """Number of gradient contributions that the parameter has received in the current step."""

@@ -2,10 +2,10 @@
 holds the same weights in another data-parallel replica. Each rank then runs the step, and compares the computation of
 its micro-batches with the computation by the other rank.
 
-The part of a rank in a step consists of the micro-batches that the rank processes. Random numbers depend only on
-samples and positions, so both ranks compute the same values. In deterministic mode, the values are bitwise equal. If
-the recordings of a rank and its peer differ, all ranks compute the step once more. The third result shows which of the
-two ranks computed wrong values. The optimizer then uses the gradients of the third computation.
+A rank and its peer process the same micro-batches. Random numbers depend only on samples and positions, so both ranks
+compute the same values. In deterministic mode, the values are bitwise equal. If the recordings of a rank and its peer
+differ, all ranks compute the step once more. The third result shows which of the two ranks computed wrong values. The
+optimizer then uses the gradients of the third computation.
 """
 
 from __future__ import annotations

@@ -254,8 +254,8 @@ def norm(x: Tensor) -> float:
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate the norm of the difference between two tensors. The first tensor is `expected`; of the second, only the
-    random-sign sums `sketch` are known."""
+    """Estimate the norm of the difference between the tensor `expected` and another tensor. `sketch` contains the
+    random-sign sums of the other tensor."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()

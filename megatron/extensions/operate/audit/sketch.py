@@ -24,7 +24,8 @@ COLUMNS = 2 + SIGNS
 float64 values whose bits are stored as int64."""
 
 BLOCK = 1 << 14
-"""Number of elements per block. Each position in a block has its own random number, which all blocks use."""
+"""Number of elements per block. Each position in a block has a random factor (`_random`), which is the same in all
+blocks."""
 
 AT_A_TIME = 256
 """Maximum number of blocks that one matrix product processes."""

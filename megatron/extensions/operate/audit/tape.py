@@ -156,8 +156,8 @@ class Tape:
             yield
 
     def message(self, operands: Sequence[Tensor], axis: str, ranks: str) -> Callable[[Sequence[Tensor]], None] | None:
-        """Record the operands of a collective or point-to-point message. Return a function to call with the results of
-        the message. If recording is off, do nothing and return None."""
+        """Record the operands of a collective or point-to-point message. Return a function that records the results of
+        the message, which are the argument of the function. If recording is off, do nothing and return None."""
         if not self._recording:
             return None
         self._count += 1

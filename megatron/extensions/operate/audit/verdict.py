@@ -55,10 +55,10 @@ class Difference:
     same key. For other tensors, the key is empty."""
 
     of_own: bool = True
-    """True if the rank's repeated computation yields the same tensor as its first computation."""
+    """True if the rank's repeated computation of the tensor agrees with its first computation."""
 
     of_peer: bool = True
-    """True if the rank's repeated computation yields the same tensor as the peer's computation."""
+    """True if the rank's repeated computation of the tensor agrees with the peer's computation."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Report:
 
     first: Difference | None = None
     sent: frozenset[str] = frozenset()
-    """Keys of the messages in which this rank sent values that differ from the peer's recording."""
+    """Keys (`Difference.key`) of the messages in which this rank sent other values than its peer recorded."""
 
     changed: tuple[str, ...] = ()
     """Names of weights that have changed in memory since the optimizer updated them."""

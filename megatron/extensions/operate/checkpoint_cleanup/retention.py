@@ -31,8 +31,8 @@ def to_delete(
     deleted if no retention rule keeps it. If several checkpoints have the same best score, the earliest one is kept.
 
     `scores` maps every saved iteration to the value of the metric, or to None if the metric was not measured.
-    Checkpoints whose iterations are in `held` are kept. Checkpoints later than `newest` are also kept. They exist if
-    the run was resumed from an earlier checkpoint.
+    Checkpoints whose iterations are in `held` are kept. Checkpoints later than `newest` are also kept. Later
+    checkpoints exist if the run was resumed from an earlier checkpoint.
     """
     own = sorted(iteration for iteration in scores if iteration <= newest)
     keep = {newest, *held, *own[-(rules.keep_last or 1) :]}

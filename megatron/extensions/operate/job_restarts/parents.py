@@ -228,8 +228,8 @@ class Parents:
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
-        """Return True if all of `workers` are considered lost while the run continues, that is, no parent has ended
-        permanently."""
+        """Return True if all of `workers` are considered lost although the run continues. The run continues until a
+        parent ends permanently."""
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
 
@@ -333,8 +333,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent is to plan the start of the ranks with the number `number`. The first parent that
-        claims this role makes the plan; another parent does so if the first one is too slow or lost."""
+        """Return True if this parent is to plan start number `number` of the ranks. The first parent that claims this
+        role makes the plan. If this parent is too slow or lost, another parent makes the plan instead."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()

@@ -257,7 +257,7 @@ class FsspecStorage(Storage):
     def _abort_uploads(self, final: PurePath) -> None:
         if self._s3 is not None:
             kind = final.with_name(final.name.partition("_")[0])
-            with suppress(OSError):  # parts that cannot be deleted only take up space
+            with suppress(OSError):  # ignored, because leftover parts only take up space
                 LIMITS.tried(final, partial(self._s3.abort_uploads, kind))
 
     def _put_file(self, path: PurePath, file: str) -> None:

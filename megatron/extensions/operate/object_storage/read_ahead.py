@@ -173,8 +173,8 @@ class ReadAhead(Callback, Meter):
             self._wake.notify()
 
     def take(self) -> Tensor:
-        """Return and reset two counts, as a float64 tensor [2]: the seconds that steps have waited for data since the
-        last call, and the number of these steps."""
+        """Return two values as a float64 tensor of shape [2]: the number of seconds that training waited for data since
+        the last call of this method, and the number of steps since the last call. Then reset both values to 0."""
         waited = self.train.waited
         taken = torch.tensor([waited - self.waited, self.steps], dtype=torch.float64, device=self.device)
         self.waited, self.steps = waited, 0

@@ -27,7 +27,7 @@ SMALLEST_PART = 5 << 20
 
 
 STORES_TELL = ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet")
-"""Words in a store's error message that show that the condition of a write was not met."""
+"""If the error message of a store contains one of these words, the condition of a write was not met."""
 
 
 def is_precondition(error: BaseException) -> bool:

@@ -48,5 +48,5 @@ WRITES: dict[str, Callable[[AbstractFileSystem, str, bytes, About], None]] = {
     **dict.fromkeys(("gs", "gcs"), _to_google),
     **dict.fromkeys(("az", "abfs", "abfss"), _to_azure),
 }
-"""Maps a URL scheme to a function that replaces an object, unless the object has changed since its properties were
-read."""
+"""Maps a URL scheme to a function that replaces an object. The function raises an error if the object has changed since
+the properties `about` were read."""

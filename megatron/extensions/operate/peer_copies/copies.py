@@ -178,7 +178,7 @@ class Copies:
         staged, problem = list[tuple[Duty, Slot]](), ""
         try:
             staged += [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
-        except OSError as error:  # training continues without copies, for example if memory is full
+        except OSError as error:  # for example, the memory is full; training continues without this copy
             problem = f"{self.place.own}: {type(error).__name__}: {error}"
         devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]

@@ -77,8 +77,8 @@ def drop_fault(folder: Path) -> None:
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """Combine the failures that the hosts have recorded into a single failure. It has the description of the earliest
-    failure, the earliest detection time, and the latest completed iteration."""
+    """Combine the failures that the hosts have recorded into a single failure. The combined failure has the description
+    of the earliest failure, the earliest detection time, and the latest completed iteration."""
     known = [fault for fault in faults if fault is not None]
     if not known:
         return None
@@ -93,7 +93,7 @@ class Recovery:
 
     fault: Fault
     rung: str
-    """How the ranks were started again: one of this module's constants, such as `SPARES`."""
+    """Method by which the ranks were started again. The value is one of this module's constants, such as `SPARES`."""
 
     source: str
     """Where the training state was loaded from: `copies in memory` or `checkpoint on disk`. The value is `the

@@ -87,7 +87,7 @@ class Host:
 class PeerCopies(Callback):
     """Callback that keeps copies of the training state in the memory of other hosts."""
 
-    start_order = -1  # run before callbacks that load local checkpoints, which are older than the copies
+    start_order = -1  # This callback must run before callbacks that load local checkpoints, which are older.
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -249,7 +249,8 @@ class PeerCopies(Callback):
         return None, None, why
 
     def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
-        """Return a set without its damaged copies. The ranks of a host verify the copies on this host. Collective."""
+        """Return the set `found` without damaged copies. The ranks of a host verify the copies on this host.
+        Collective."""
         own = host_name()
         ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
         here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
@@ -312,7 +313,7 @@ class PeerCopies(Callback):
         own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
         self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], run.say, state.world)
         folder = self._folder / self._generation
-        if self._identity is None:  # another callback has loaded the state
+        if self._identity is None:  # the state was not loaded by this callback
             self._renew_identity(run.say, state.world)
         if self._leads:
             folder.mkdir()

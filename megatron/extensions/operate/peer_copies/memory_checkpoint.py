@@ -130,7 +130,7 @@ class Readers:
                 self._links[host] = reached(self.holders[host])
             yield self._links[host]
         except RefusedError:
-            self._links.pop(host).close()  # after a refusal, the holder closes its end of the connection
+            self._links.pop(host).close()  # the holder also closes a connection after it refuses a request
             raise
         except OSError as error:
             self._lost[host] = str(error)

@@ -144,7 +144,7 @@ class Slot:
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
         except OSError:
-            path.unlink(missing_ok=True)  # deleting the file releases its memory
+            path.unlink(missing_ok=True)  # delete the file, because it may occupy memory
             raise
         finally:
             os.close(file)

@@ -54,7 +54,7 @@ FULL_MESH = 16
 LINGER = 10.0
 """Time limit in seconds for this host to end after another host has reported that the run failed there. Normally, this
 host ends earlier, because it receives the reason for the failure, or because a collective raises an error. If neither
-happens within this time, the network is assumed to have lost both."""
+happens within this time, the messages are assumed to be lost in the network."""
 
 FAREWELLS = 8
 """Number of times that the final message is sent, because datagrams may be lost."""
@@ -92,8 +92,8 @@ def unseal(token: str, data: bytes) -> dict[str, Any]:
 
 
 def check_beat(message: Mapping[str, object], world: int) -> None:
-    """Raise ValueError if a message does not have the form that `Links.message` returns, or names a rank that is not
-    below `world`."""
+    """Raise ValueError if a message does not have the form that `Links.message` returns, or contains a rank that is not
+    in range(world)."""
     sender = message.get("from")
     end = message.get("end")
     ages = message.get("ages")
@@ -102,8 +102,8 @@ def check_beat(message: Mapping[str, object], world: int) -> None:
 
 
 def check_findings(found: Mapping[str, object], world: int) -> None:
-    """Raise ValueError if a message does not have the form that `Links.findings` returns, or names a rank that is not
-    below `world`."""
+    """Raise ValueError if a message does not have the form that `Links.findings` returns, or contains a rank that is
+    not in range(world)."""
     lists = [found.get(name) for name in ("gone", "fine")]
     right = all(isinstance(each, list) and all(_is_rank(host, world) for host in each) for each in lists)
     if not (right and all(_are_ages(found.get(kind), world) for kind in KINDS)):

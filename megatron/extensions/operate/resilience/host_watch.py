@@ -214,7 +214,7 @@ class HostWatch(Watch):
 
     def _order(self, **order: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # if the heartbeat process has just died, the next check restarts it
+        with suppress(OSError):  # the heartbeat process may have died; the next call of `look` restarts it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 

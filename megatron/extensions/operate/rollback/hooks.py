@@ -121,7 +121,7 @@ class Rollback(Callback):
         run.guard.settle()
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Roll the run back if the step was a spike. Rolling back is collective."""
+        """Roll the run back if the step was a spike. The rollback is a collective over all ranks."""
         run, options = self._run, self._options
         if not verdict.result.spike or run is None:
             return
@@ -136,9 +136,9 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """Yield the states that the run can return to, in order of preference. The first is the state that the decision
-        selects, if it is in memory. It is followed by older checkpoints, from which the run would recompute the
-        selected state. The last ones are the states in memory from before the spike. Collective."""
+        """Yield the states that the run can return to, in order of preference. First, yield the state that `found`
+        selects, if this state is in memory. Then yield the checkpoints on disk up to this state, from which the run can
+        recompute the state. Finally, yield the states in memory from before the spike. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)

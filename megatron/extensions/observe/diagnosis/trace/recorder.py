@@ -274,8 +274,8 @@ def axis_of(axes: Sequence[str], module: str) -> str:
 
 
 def caller(frame: FrameType | None) -> tuple[str, str]:
-    """Return the (module, function) of this program's code that called a collective; ("autograd", "") if autograd
-    called it."""
+    """Return the names of the module and the function of this program that called a collective. Return ("autograd", "")
+    if autograd called the collective."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("megatron.") and module not in (__name__, "megatron.core.collectives"):
