@@ -18,21 +18,22 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of samples that have been read from the stream, but not requested yet, and are kept in memory. All
-samples before a requested sample are read and kept, because another thread may request them later."""
+"""Maximum number of samples in memory that were read from the stream but not requested yet. Samples that precede a
+requested sample in the stream are kept, because another thread may request them later."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
-"""Function that returns an iterator over the samples of a stream, starting with sample number `first`. Each sample has
-seq_length + 1 token ids. Every call must yield the same samples."""
+"""Function `stream(first)` that returns an iterator over the samples of a stream, starting with sample number `first`.
+Each sample has seq_length + 1 token ids. All calls with the same `first` must yield the same samples."""
 
 
 class GeneratorDataset(TextDataset):
-    """Data set that returns any of the first `samples` samples of a stream by number, so that a run resumes exactly and
-    under any layout.
+    """Data set with random access to the first `samples` samples of a stream. A run can therefore resume at any sample,
+    even with a different number of ranks.
 
-    The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. The
-    stream is restarted at the requested sample if that sample is earlier than the current one or more than `WINDOW`
-    samples later. `fingerprint` must be different for different streams."""
+    The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. If
+    a requested sample is not in memory, and lies before the current position or at least `WINDOW` samples after it, the
+    stream is restarted at this sample. `fingerprint` is a text that identifies the stream. Different streams need
+    different fingerprints."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
         self.stream = stream
@@ -48,8 +49,8 @@ class GeneratorDataset(TextDataset):
         return f"stream:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:
-        """Return the token ids of a sample. Raises ValueError if the stream ends, yields a sample of a different
-        length, or yields token ids outside the vocabulary."""
+        """Return the token ids of a sample. Raises ValueError if the stream ends before this sample, yields a sample of
+        the wrong length, or yields token ids outside the vocabulary."""
         with self._lock:
             if index in self._ahead:
                 return self._ahead.pop(index)
@@ -89,8 +90,8 @@ def stream_splits(
     """Return data sets that read the splits of a run from a stream. A dataset function that is registered in `DATASETS`
     can return this result.
 
-    Raises ValueError if the length of a split is not given, because the length cannot be derived from a stream, which
-    has no epochs.
+    Raises ValueError if `sizes` does not state the length of a split. A stream has no epochs from which the length
+    could be derived.
 
     Args:
         stream: Function (split, first) that returns an iterator over the samples of a split, starting with sample

@@ -1,4 +1,4 @@
-"""Writer of indexed datasets, whose format `megatron.core.datasets.indexed_dataset` describes."""
+"""Writer of indexed datasets. `megatron.core.datasets.indexed_dataset` describes their file format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from megatron.core.dist_checkpointing.integrity import Sums, damages
 from megatron.core.fsync import name_full_file, sync_folder
 
 SUMS = ".sums.json"
-"""Suffix of the checksum file of a dataset, {"files": {name: {"bytes": size, "crc32": checksum}}}."""
+"""File name suffix of a dataset's checksum file. The file contains {"files": {name: {"bytes": size, "crc32":
+checksum}}}."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -100,7 +101,8 @@ class IndexedDatasetBuilder:
         self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
-        """Append several documents of one sequence each; `tokens` is the concatenation of these documents."""
+        """Append several documents, each of which is a single sequence. `tokens` is the concatenation of the documents,
+        and `lengths` contains their lengths."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)
@@ -155,8 +157,8 @@ class IndexedDatasetBuilder:
     def abort(self) -> None:
         """Delete all files written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
-            # An upload is discarded, because closing it would complete it. A file is closed, which flushes its buffer
-            # and fails if the disk is full.
+            # An unfinished upload is discarded and not closed, because closing would complete the upload. A local file
+            # is closed. Closing flushes the buffer, which fails if the disk is full.
             with suppress(OSError):
                 getattr(stream, "discard", stream.close)()
         self._remove()

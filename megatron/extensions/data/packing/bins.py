@@ -35,16 +35,17 @@ def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
 
 
 class _Room:
-    """Bins that can still receive items, grouped by their remaining room."""
+    """Bins that can still receive items, grouped by their remaining capacity ("room")."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.opened = 0
         self.bins: defaultdict[int, Bins] = defaultdict(deque)
-        """Mapping from each remaining room to the bins that have this room, in the order in which they reached it."""
+        """Maps each remaining capacity to the bins that have exactly this capacity left, sorted by the time at which
+        the bins reached it."""
 
         self.rooms = 0
-        """Bit mask of remaining rooms: bit r is set if there is a bin with room r."""
+        """Bit mask of the remaining capacities: bit r is set if at least one bin has a remaining capacity of r."""
 
     def place(self, length: int, items: int) -> NDArray[np.int64]:
         """Place `items` items that have the same length, and return the bin number of each item, [items]."""
@@ -69,8 +70,8 @@ class _Room:
         return np.arange(self.opened - wanted, self.opened)
 
     def _take(self, room: int, wanted: int) -> NDArray[np.int64]:
-        """Remove up to `wanted` bins whose remaining room is `room`, and return them in the order in which they reached
-        this room."""
+        """Remove up to `wanted` bins whose remaining capacity is `room`. Return these bins, sorted by the time at which
+        they reached this capacity."""
         parts = self.bins[room]
         first = parts.popleft()
         taken, rest = first[:wanted], first[wanted:]

@@ -1,18 +1,18 @@
 """Division of packed documents over context-parallel ranks, with equal numbers of query-key pairs per rank. This module
 does not import torch.
 
-By default, each rank receives an early and a late chunk of the sample. The attention work of the ranks is then equal
+By default, each rank receives one early and one late chunk of the sample. The attention work of the ranks is then equal
 only if the sample is a single document. This module assigns different tokens to the ranks, but the same number of
 tokens per rank, so that shapes and padding do not change. The module evaluates several divisions of the documents, and
 uses the division with the lowest `Score`:
 
 - the default division, in which each rank receives a pair of chunks of the sample;
-- a division in which each rank receives a pair of chunks of every document (zig-zag per document), so that all ranks
-have equal work, but short documents are fragmented;
-- divisions of the sample into chunks of equal size, which are assigned by their work (number partitioning), for several
-  numbers of chunks;
-- divisions in which whole documents are assigned by their work. Only documents above a length limit, and documents that
-fit on no rank, are divided.
+- a division in which each rank receives a pair of chunks of every document (zig-zag per document). All ranks have equal
+  work, but short documents are fragmented;
+- divisions of the sample into chunks of equal size, which are assigned to ranks so that the work is balanced (number
+  partitioning). One division is evaluated for each number of chunks in `CHUNKS`;
+- divisions in which whole documents are assigned to ranks so that the work is balanced. A document is divided only if
+  it is longer than a limit or fits on no rank. One division is evaluated for each limit in `WHOLE`.
 
 The keys of a document are sent to other ranks only if the document is divided.
 """
@@ -31,18 +31,19 @@ from megatron.core.attention.tiles import Documents, Shards, Spans, rank_spans
 from megatron.extensions.data.packing.dealing import equal_groups
 
 TILE = 64 * 64
-"""Fixed cost of a tile, expressed as the number of query-key pairs that a kernel computes in the same time."""
+"""Fixed cost of a tile, which is the attention between one range of queries and one range of keys. The unit is the time
+in which a kernel computes one query-key pair."""
 
 EQUAL = 1.02
-"""Divisions count as equally fast if their time is at most this factor times the lowest time. Among these divisions,
-the division that sends the fewest keys is used."""
+"""Tolerance for comparing divisions. All divisions whose estimated time is at most `EQUAL` times the lowest estimated
+time count as equally fast. Of these divisions, the one that sends the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunk pairs per rank to evaluate when the sample is divided into chunks that are assigned by work."""
+"""Numbers of chunk pairs per rank that `dealt_chunks` tries when it divides a sample into chunks of equal size."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Length limits to evaluate, as fractions of a rank's tokens. Documents up to the limit are assigned undivided to one
-rank."""
+"""Length limits that are tried when whole documents are assigned to ranks, as fractions of the number of tokens per
+rank. Documents up to the limit are assigned to one rank without being divided."""
 
 Owners = NDArray[np.int64]
 """Rank that holds each position, [seq_length]."""
@@ -52,14 +53,14 @@ class Score(NamedTuple):
     """Estimated cost of dividing a sequence over context-parallel ranks in a given way."""
 
     time: float
-    """Estimated time of the slowest rank, in query-key pairs: the number of its pairs, plus `TILE` for each of its
-    tiles."""
+    """Estimated time of the slowest rank, in units of one query-key pair. The time of a rank is its number of query-key
+    pairs plus `TILE` times its number of tiles."""
 
     work: float
     """Ratio of the busiest rank's number of query-key pairs to the mean over ranks."""
 
     travelling: int
-    """Number of keys that each rank sends to the other ranks."""
+    """Number of keys that each rank sends to the other ranks. All ranks send the same number."""
 
 
 def score(owners: Owners, documents: Documents, ranks: int) -> Score:
@@ -77,8 +78,7 @@ def score(owners: Owners, documents: Documents, ranks: int) -> Score:
 
 
 def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
-    """For each position, return the number of keys that the query at this position attends to, summed over samples,
-    [seq_length]."""
+    """Return the number of keys that the query at each position attends to, summed over samples, [seq_length]."""
     places = np.arange(seq_length)
     counts = np.zeros(seq_length, np.int64)
     for starts in documents:
@@ -100,14 +100,14 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the division with the lowest cost among the divisions that keep every short document on one rank. A short
-    document is divided only if it fits on no rank.
+    """Return the division with the lowest cost among the divisions that keep short documents on one rank. Even a short
+    document is divided if no rank has enough room for it.
 
     Args:
         documents: Start positions of the documents, for exactly one sample.
         seq_length: Tokens per sample.
         ranks: Number of context-parallel ranks.
-        longest: Length limit of documents that stay on one rank; None to choose it by cost.
+        longest: Length limit of documents that stay on one rank. None selects the limit with the lowest estimated cost.
     """
     assert len(documents) == 1, "a rule allows one sample per micro-batch"
     lengths = np.diff([*documents[0], seq_length])
@@ -137,8 +137,9 @@ def even_chunks(seq_length: int, ranks: int) -> Owners:
 
 
 def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[Owners]:
-    """Divide the sample into chunks of equal size and assign them by work. Yield one division per number of chunks, in
-    ascending order of this number."""
+    """Divide the sample into chunks of equal size and assign the chunks to ranks so that the work is balanced. Yield
+    one division for each number of chunk pairs in `CHUNKS`, in ascending order. The iterator ends at the first number
+    of chunks that does not divide the sequence length."""
     seen = seen_keys(documents, seq_length)
     for pairs in CHUNKS:
         chunks = 2 * ranks * pairs
@@ -153,8 +154,8 @@ def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[
 def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
     """Divide each document into 2 * ranks chunks, and assign one early and one late chunk to each rank.
 
-    The lengths of a document's chunks differ by at most one token. Chunks that are one token longer are assigned to the
-    ranks in turn, continuing from document to document, so that all ranks have the same number of tokens."""
+    The lengths of a document's chunks differ by at most one token. The longer chunks are assigned to the ranks in
+    round-robin order, which continues across documents, so that all ranks have the same number of tokens."""
     order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
     parts, turn = [], 0
     for length in lengths.tolist():
@@ -175,9 +176,9 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Own
     """Assign a document to one rank if its length is at most the fraction `share` of a rank's tokens and if it fits on
     the rank. Divide longer documents into chunks.
 
-    Documents and chunks are assigned in descending order of query-key pairs per token. Each is assigned to a rank with
-    enough room; if there are several, to the rank that must still receive the most work per free token to reach the
-    mean work. Finally, chunks of the busiest rank are exchanged for chunks with less work."""
+    Documents and chunks are assigned in descending order of query-key pairs per token. Only ranks with enough room for
+    the document or chunk are considered. Among these ranks, the one that needs the most additional work per free token
+    to reach the mean work is selected. Finally, chunks of the busiest rank are exchanged for chunks with less work."""
     length = int(lengths.sum())
     deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
     deal.run()
@@ -194,14 +195,14 @@ class _Deal:
         self.owners = np.full(length, -1)
         starts = np.cumsum(lengths) - lengths
         self.before = np.concatenate([[0], np.cumsum(np.arange(length) - np.repeat(starts, lengths) + 1)])
-        """For each position, the total number of query-key pairs of all earlier queries, [length + 1]."""
+        """Total number of query-key pairs of all queries before each position, [length + 1]."""
 
         self.room = np.full(ranks, length // ranks)
         """Number of tokens that can still be assigned to each rank."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
-        """For each rank, the mean number of query-key pairs per rank minus the number of pairs assigned to this
-        rank."""
+        """Number of query-key pairs that each rank lacks to reach the mean over ranks, [ranks]. The number is negative
+        for ranks with more pairs than the mean."""
 
         self.pieces: list[tuple[int, int]] = []
         for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -243,8 +244,8 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            # For each exchange of two chunks: work of the busier rank afterwards, minus the present work of the idle
-            # rank.
+            # For each pair of chunks that could be exchanged, `left` is the maximum of the two ranks' work after the
+            # exchange, minus the current work of the least busy rank.
             left = np.maximum(moved, gap - moved)
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
@@ -256,8 +257,8 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """Return a mask of positions, [seq_length]. A position is True if it belongs to a document that is divided between
-    ranks in at least one sample."""
+    """Return a mask of positions, [seq_length]. The mask is True at positions that belong, in at least one sample, to a
+    document that is divided between ranks."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)
@@ -267,9 +268,9 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """Convert the assignment of positions to ranks, `owners`, to `Shards`, which also contain the keys that each rank
-    sends. All ranks send the same number of keys. A rank may therefore also send some keys of documents that are not
-    divided."""
+    """Convert `owners`, which contains the rank of each position, to `Shards`. The result also lists the positions
+    whose keys each rank sends. All ranks send the same number of keys, so a rank may also have to send some keys of
+    documents that are not divided."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)

@@ -1,5 +1,5 @@
-"""Assignment of the samples of a global batch to data-parallel replicas and micro-batches, with balanced work. This
-module does not import torch.
+"""Balanced assignment of the samples of a global batch to data-parallel replicas and micro-batches. This module does
+not import torch.
 
 Replicas wait for each other at the end of a step, so the slowest replica determines the step time. The work of a sample
 of packed documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs
@@ -19,12 +19,12 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Limit on the swaps that balance the work of groups: at most `SWAPS` times the number of groups."""
+"""Limit on the number of swaps by which `equal_groups` balances the work: `SWAPS` times the number of groups."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
-    """Return the number of query-key pairs in a sample. The sample has seq_length + 1 tokens: documents with the token
-    counts `counts`, followed by padding. The last token is only a label and not an input."""
+    """Return the number of query-key pairs in a sample. The sample consists of documents with the token counts
+    `counts`, followed by padding up to seq_length + 1 tokens. The last token is only a label and not an input."""
     sizes = [*counts, seq_length + 1 - sum(counts)]
     last = max(place for place, size in enumerate(sizes) if size)
     sizes[last] -= 1
@@ -36,7 +36,7 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
     Items are assigned to groups in descending order of work. Among the groups with fewer than `size` items, each item
     is assigned to the group with the least work. Afterwards, items of the group with the most work are swapped with
-    items of other groups, as long as a swap reduces the larger work of the two groups."""
+    items of other groups, as long as a swap reduces the maximum of the two groups' work."""
     size = len(works) // groups
     assert size * groups == len(works)
     members: list[list[int]] = [[] for _ in range(groups)]
@@ -53,8 +53,8 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
-    """Swap one item of the group with the most work for an item of another group. The chosen swap minimizes the larger
-    work of the two groups. Return False if no swap reduces the work of the group with the most work."""
+    """Swap one item of the group with the most work for an item of another group. The chosen swap minimizes the maximum
+    of the two groups' work. Return False if no swap reduces the work of the group with the most work."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())
@@ -71,8 +71,9 @@ def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
 def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
     """Return the items of each micro-batch of each replica, [micro-batches, replicas, micro_batch_size].
 
-    Work is balanced over replicas first, then over the micro-batches of each replica. Micro-batches are ordered by
-    their work. With expert parallelism, replicas synchronize in every micro-batch, so this order reduces waiting."""
+    Work is balanced over replicas first, then over the micro-batches of each replica. The micro-batches of each replica
+    are sorted by their work. With expert parallelism, replicas synchronize in every micro-batch, so this order reduces
+    waiting."""
     found = []
     for items in equal_groups(works, replicas):
         batches = items[equal_groups(works[items], len(items) // micro_batch_size)]
@@ -88,7 +89,7 @@ def imbalance(works: NDArray[np.int64], dealt: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True)
 class WorkDealer:
-    """Assignment of samples to replicas by their numbers of query-key pairs."""
+    """Callable that assigns samples to replicas so that all replicas have about the same number of query-key pairs."""
 
     seq_length: int
 

@@ -35,10 +35,11 @@ class Imbalance(NamedTuple):
 
 
 class Divider:
-    """Divider of micro-batches over context-parallel ranks (`megatron.core.attention.tiles.DividesSequences`). If
-    `hybrid` is True, documents with at most `longest` tokens stay on one rank. If `longest` is None, the limit with the
-    lowest estimated cost is used. Groups of `inner` adjacent ranks exchange heads, so all ranks of a group have the
-    same work. Work is therefore balanced only between groups."""
+    """Callable that divides micro-batches over context-parallel ranks. It implements the protocol
+    `megatron.core.attention.tiles.DividesSequences`. If `hybrid` is True, documents with at most `longest` tokens stay
+    on one rank. If `longest` is None, the limit with the lowest estimated cost is used. Groups of `inner` adjacent
+    ranks exchange attention heads, so that all ranks of a group have the same work. Work therefore only has to be
+    balanced between groups."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
         self.hybrid, self.longest = hybrid, longest
@@ -52,7 +53,8 @@ class Divider:
         return among_neighbours(found, self.inner)
 
     def divided(self, documents: Documents, seq_length: int, groups: int) -> Shards:
-        """Divide samples, given by their documents, among groups of ranks, and return one shard per group."""
+        """Divide samples among groups of ranks, and return one shard per group. `documents` contains the start
+        positions of the documents in each sample."""
         if self.hybrid:
             return hybrid_shards(documents, seq_length, groups, self.longest)
         return balanced_shards(documents, seq_length, groups)
@@ -69,8 +71,8 @@ def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbal
 
 @lru_cache(maxsize=64)
 def among_neighbours(shards: Shards, inner: int) -> Shards:
-    """Convert a division of the sequence over groups of `inner` ranks to a division over single ranks: the tokens of
-    each group are divided equally among its ranks."""
+    """Convert a division of the sequence over groups of `inner` ranks to a division over single ranks. The tokens of
+    each group are divided equally among the ranks of the group."""
     if inner == 1:
         return shards
     held = tuple(part for spans in shards.held for part in equal_parts(spans, inner))
@@ -86,6 +88,6 @@ def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
 
 
 def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
-    """Return the mean imbalance over micro-batches. Ranks synchronize in each micro-batch, so the imbalance of every
-    micro-batch counts."""
+    """Return the mean imbalance over micro-batches. Work is not summed over micro-batches first, because ranks
+    synchronize in each micro-batch."""
     return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

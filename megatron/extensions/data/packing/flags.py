@@ -25,8 +25,8 @@ WINDOW = 1 << 17
 
 
 def divides_by_documents(config: RunConfig) -> bool:
-    """Return True if tokens may be divided arbitrarily over context-parallel ranks in all layers that mix the tokens of
-    different ranks."""
+    """Return True if attention divides queries over context-parallel ranks and all layers support an arbitrary
+    division. A layer does not support it if its mixer processes whole sequences."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
     except ValueError:  # another rule reports invalid layer patterns
@@ -109,11 +109,11 @@ class PackingConfig:
 
     @property
     def packs(self) -> bool:
-        """Whether samples consist of whole documents."""
+        """True if samples consist of whole documents."""
         return self.sequence_packing != "greedy"
 
     def sample_maker(self) -> SampleMaker | None:
-        """Return the factory of packed data sets; None if documents are not packed."""
+        """Return the function that creates packed data sets. Return None if documents are not packed."""
         if not self.packs:
             return None
         made: SampleMaker = partial(imported(f"{__package__}.packed_dataset:PackedDataset"), window=self.packing_window)
@@ -128,8 +128,8 @@ class PackingConfig:
         return told
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the object that divides training samples over context-parallel ranks; None for the default
-        division."""
+        """Return the object that divides training samples over context-parallel ranks. Return None to select the
+        default division."""
         asked = self.hybrid_context_parallel or (self.balance_packed_samples and divides_by_documents(config))
         if not asked or config.parallel.context_parallel_size == 1:
             return None

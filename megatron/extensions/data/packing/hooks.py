@@ -38,9 +38,9 @@ class WorkOfReplicas(Callback, Meter):
             self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
 
     def take(self) -> Tensor:
-        """Return three values as a float64 tensor: the work imbalances that the steps would have had with samples
-        assigned in order, summed over steps; the actual work imbalances, summed over steps; and the number of steps.
-        The values are zero on all ranks except the first."""
+        """Return a float64 tensor with three values. The first value is the work imbalance that would result from
+        assigning samples to replicas in order, summed over steps. The second value is the actual work imbalance, summed
+        over steps. The third value is the number of steps. All values are zero on all ranks except the first."""
         sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
         sums.append(float(len(self.steps)))
         self.steps = {}

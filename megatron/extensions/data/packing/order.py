@@ -1,4 +1,5 @@
-"""Computation of packed samples from the seed and the document lengths. This module uses numpy, and reads no files.
+"""Computation of packed samples from the seed and the document lengths. This module depends only on numpy and does not
+read files.
 
 Documents are shuffled in each epoch and divided into windows of equal size. Best-fit decreasing packs the documents of
 a window into bins, which are shuffled and become samples. A document with more tokens than a sample is divided into
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from megatron.extensions.data.packing.bins import best_fit_decreasing
 
 FEWEST_BINS = 16
-"""Smallest number of samples that the documents of one window should fill. If a data set is too small for this number,
-its documents are repeated within a window."""
+"""Minimum number of samples that the documents of one window should fill. If a data set has too few tokens for this
+number of samples, its documents are repeated within a window."""
 
 
 class Packed(NamedTuple):
@@ -81,7 +82,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
 
     Args:
         lengths: Lengths of all documents of the data set.
-        rounds: Division of the run into rounds, for all or some of the documents.
+        rounds: Documents to use, and the division of the run into rounds.
         seq_length: Number of input tokens
         per sample. The label of the last token is not counted.
         seed: Seed of the sample order.
@@ -156,8 +157,8 @@ class Waste:
 
 
 def blocks() -> Iterator[range]:
-    """Yield blocks of round numbers whose rounds are cached together: 0, 1, 2-3, 4-7, ... The number of rounds per
-    block doubles, so that a run with many rounds still has few blocks."""
+    """Yield ranges of round numbers: 0, 1, 2-3, 4-7, ... The rounds of each range ("block") are cached together. The
+    number of rounds per block doubles, so that a run with many rounds still has few blocks."""
     yield range(1)
     first = 1
     while True:

@@ -1,4 +1,5 @@
-"""Samples of whole documents, in the order of `megatron.extensions.data.packing.order`."""
+"""Data set whose samples consist of whole documents. `megatron.extensions.data.packing.order` determines the order of
+the samples."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from megatron.extensions.data.packing.order import Packed, Rounds, blocks, round
 
 
 class PackedDataset(DocumentSamples):
-    """Data set of at least `samples` samples, or of one epoch if `samples` is None. Samples consist of whole documents,
-    and of parts of documents that are longer than a sample.
+    """Data set of at least `samples` samples, or of one epoch if `samples` is None. Samples consist of whole documents;
+    only documents that are longer than a sample are divided.
 
     The order of samples is the same for any value of `samples`. Raises ValueError if no document has two tokens, or if
     a token id is outside the vocabulary.
@@ -74,9 +75,9 @@ class PackedDataset(DocumentSamples):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the model inputs of a sample. Document boundaries follow from the document lengths, not from tokens.
-        No token predicts a token of the next document. The padding at the end is a document that the loss mask
-        excludes."""
+        """Return the model inputs of a sample. Document boundaries are derived from the document lengths, not from
+        end-of-document tokens. The loss mask excludes predictions across document boundaries. The padding at the end of
+        a sample counts as one more document, which the loss mask also excludes."""
         text = self.text(index)
         lengths = self.index.lengths[self._parts(index)]
         sizes = np.append(lengths, len(text) - int(lengths.sum()))

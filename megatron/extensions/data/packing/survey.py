@@ -15,13 +15,13 @@ from megatron.extensions.data.packing.flags import PackingConfig
 from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of
 
 MICRO_BATCHES = 32
-"""Largest number of micro-batches for which the division over context-parallel ranks is evaluated."""
+"""Maximum number of micro-batches for which `survey_line` evaluates the division over context-parallel ranks."""
 
 SURVEYED = 1 << 17
-"""Number of documents at the beginning of a data set for which packing is evaluated."""
+"""Number of documents, from the beginning of a data set, for which `survey_line` evaluates packing."""
 
 STEPS = 8
-"""Largest number of steps for which the work balance is evaluated."""
+"""Maximum number of steps for which `survey_line` evaluates the work balance between replicas."""
 
 
 def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str:
@@ -58,8 +58,8 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
 def context_imbalances(
     packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
 ) -> list[Imbalance]:
-    """For each micro-batch, return the work imbalance between context-parallel ranks, both for the default division and
-    for the division by `divider`.
+    """Return the work imbalance between context-parallel ranks in each micro-batch. The result contains the imbalance
+    with the default division and with the division by `divider`.
 
     Args:
         packed: Samples.
@@ -97,8 +97,8 @@ def work_line(before: float, after: float, how: str = "as assigned") -> str:
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:
-    """Return two mean work imbalances between replicas: one for samples assigned in order, and one for samples assigned
-    by work. Return None if there are not enough samples for one step.
+    """Return the mean work imbalance between replicas for two assignments: the samples in their original order, and the
+    balanced assignment by `deal`. Return None if there are not enough samples for one step.
 
     Args:
         packed: Samples.
@@ -118,7 +118,7 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
-    """Return two ratios of the busiest replica's work to the mean work per replica in a step: one for samples assigned
-    in order, and one for samples assigned by work."""
+    """Return the ratio of the busiest replica's work to the mean work per replica for two assignments of a step's
+    samples: the original order, and the balanced assignment by `deal`."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

@@ -15,7 +15,8 @@ def ramp(final: int, start: int, increment: int, samples: int) -> BatchSizes:
         final: Last batch size.
         start: First batch size.
         increment: Difference between consecutive batch sizes.
-        samples: Number of samples before the last batch size is reached, divided equally among the smaller batch sizes.
+        samples: Number of samples before the last batch size is reached. These samples are divided equally among the
+            smaller batch sizes.
     """
     n = (final - start) // increment
     return BatchSizes(final, tuple((-(-(k + 1) * samples // n), start + k * increment) for k in range(n)))

@@ -1,4 +1,4 @@
-"""Epoch counts of each data set of a run."""
+"""Counts of the epochs that a run has completed over each data set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.training.plan import RunPlan
 from megatron.training.run import TrainingRun
 
 PART = 1 << 20
-"""Number of samples whose tokens are counted at once."""
+"""Maximum number of samples whose tokens are counted at once."""
 
 
 class EpochLines(Callback):
-    """Callback that reports completed epochs."""
+    """Callback that logs a line for each completed epoch of a data set."""
 
     _epochs: Epochs | None = None
 
@@ -35,7 +35,7 @@ class EpochLines(Callback):
 
 
 def epochs_so_far(run: TrainingRun) -> str:
-    """Describe the epochs over each data set so far; empty if no data set was used."""
+    """Return a text with the number of epochs so far for each data set. The text is empty if no data set was used."""
     counting = (callback.counted(run) for callback in run.callbacks if isinstance(callback, EpochLines))
     return next((epochs.line(run.progress.consumed_samples) for epochs in counting), "")
 
@@ -53,7 +53,7 @@ class Epochs:
 
     def at(self, consumed_samples: int) -> NDArray[np.float64]:
         """Return how many epochs of each data source the first `consumed_samples` samples of the run contain,
-        [sources]. If `consumed_samples` is smaller than in the last call, counting restarts from the beginning."""
+        [sources]. If `consumed_samples` is smaller than in the last call, counting starts again at the first sample."""
         if consumed_samples < self._at:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
         for phase in self.plan.phases if self.names else ():

@@ -2,8 +2,9 @@
 iteration. If the sequence length changes, this module also divides the rest of the training source into samples of the
 new length. This module does not import torch.
 
-A phase begins with the first step at or after the position given in the file, because steps are not divided. The
-samples of the new phase begin with the tokens that no earlier sample used as input.
+A step is never divided between two phases, so a phase begins with the first step at or after the position in the file.
+If the sequence length changes, the first sample of the new phase begins with the first token that no earlier sample
+used as input.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Return the document pieces that are left of the segment of the source's sample order from which only some samples
-    were consumed. Return None if there is no such segment."""
+    """Return the unused document pieces of the partially consumed segment. A source's sample order consists of
+    segments, and at most one segment is partially consumed. Return None if there is no such segment."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -58,8 +59,8 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """Return the result of `DocumentSamples.rest` as `Pieces`. One process per node computes the pieces and caches them
-    in index files."""
+    """Convert the result of `DocumentSamples.rest` to `Pieces`. One process per node computes the pieces and caches
+    them in index files."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))
@@ -78,7 +79,7 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
     """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
-    phases. Paths of data sets are reduced to their file names, so that data sets may move to a different folder."""
+    phases. Paths of data sets are reduced to their file names, so that data sets may be moved to a different folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
@@ -117,8 +118,8 @@ class FilePhase(Phase):
 
 
 def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
-    """Return a pair: first the phases and the batch sizes of a resolved configuration, then the problems with the
-    phases. The first element is None if the phases cannot be determined."""
+    """Return a pair (plan, problems) for a resolved configuration. The plan contains the phases and the batch sizes,
+    and is None if they cannot be determined. The problems describe errors in the phases."""
     path = config.options(PhasesConfig).data_phases
     assert path is not None
     entries, wrong = read_phases(path)
@@ -157,7 +158,7 @@ def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
     for unit, length in (("iterations", t.train_iters), ("tokens", t.train_tokens), ("samples", t.train_samples)):
         if length is not None:
             return replace(entry, unit=unit, start=round(entry.start * length))
-    # Any start will do, because another rule reports that the run has no length.
+    # The start does not matter, because another rule reports that the run has no length.
     return replace(entry, unit="samples", start=0)
 
 
@@ -187,7 +188,7 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
-    """Return the phase that `entry` describes, which follows the phase `before`. The phase begins with the first step
+    """Return the phase that `entry` describes and that follows the phase `before`. The phase begins with the first step
     at or after the position in the file."""
     length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
@@ -223,8 +224,8 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
 
 
 def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
-    """Return the phase with its own learning-rate schedule, if it has one. The lengths in this schedule are given in
-    samples."""
+    """Return a copy of the phase with the learning-rate schedule that its file entry defines, converted to samples. If
+    the entry defines no schedule, return the phase unchanged."""
     if not phase.entry.own_lr:
         return phase
     given = dict(phase.entry.values)

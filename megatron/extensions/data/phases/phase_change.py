@@ -29,7 +29,7 @@ class EntersPhases(Callback):
 
 
 def enter_phase(run: TrainingRun) -> None:
-    """Enter the phase of the next step, unless the run is already in this phase. Every rank calls this method between
+    """Enter the phase of the next step, unless the run is already in this phase. Every rank calls this function between
     two steps."""
     assert isinstance(run.plan, PhasePlan)
     # An evaluation-only run uses the data of the phase in which the model was last trained.

@@ -1,4 +1,5 @@
-"""Reader of the --data-phases file, a YAML list of phases. Each phase has a beginning and the flags that it changes."""
+"""Reader of the --data-phases file, a YAML list of phases. Each list entry states where the phase begins and which
+flags it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ UNITS = {
 }
 
 FRACTION = "from-fraction"
-"""Key under which the start of a phase is given as a fraction of the run's length."""
+"""Key that states the start of a phase as a fraction of the run's length."""
 
 DATA = ("data_path",)
 SIZES = ("micro_batch_size", "global_batch_size")

@@ -14,9 +14,10 @@ from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 class PhasedDataset(SampleOrder):
     """Training samples of a run, indexed by the sample number within the whole run. `parts[k]` is the data set of phase
-    k, and `firsts[k]` is the first sample of this phase. Sample i of the run is sample i - `firsts[k]` of `parts[k]`,
-    or sample i of `parts[k]` if `numbered_by_run` is True. Samples of different phases may have different lengths.
-    `end` is the total number of samples in the run."""
+    k, and `firsts[k]` is the first sample of this phase. If `numbered_by_run` is True, the data sets use the sample
+    numbers of the run: sample i of the run is sample i of `parts[k]`. Otherwise, sample i of the run is sample i -
+    `firsts[k]` of `parts[k]`. Samples of different phases may have different lengths. `end` is the total number of
+    samples in the run."""
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)

@@ -31,7 +31,7 @@ class PhaseScheduler(OptimizerParamScheduler):
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
         # `samples` does not count skipped steps, so it may be smaller than the phase's first sample when the phase
-        # begins. The phase's schedule then starts late; it never starts early.
+        # begins. The phase's schedule then starts too late, but never too early.
         return super()._lr_at(max(0, samples - self.first_sample), config)
 
     def weight_decay_at(self, samples: int) -> float:

@@ -58,7 +58,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """Return a configuration in which the phase is a separate run, so that the rules for flags can check it."""
+    """Return a configuration that describes the phase as a separate run, so that the rules for flags can check it."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
@@ -119,8 +119,8 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Check the phases of a resumed run. Yields a message for each phase that had begun in the checkpoint and whose
-    values have changed, and for each new phase that would begin before the run's current sample."""
+    """Check the phases of a resumed run. The function yields a message for each changed phase that had already begun
+    when the checkpoint was saved, and for each new phase that would begin before the run's current sample."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:

@@ -32,7 +32,7 @@ class Documents(ABC):
     """Word for a record in error messages, such as "row" or "sample"."""
 
     name: str
-    """Name of the data set, as passed to the flag."""
+    """Name of the data set, as the user passed it to a flag such as --data-path."""
 
     key: str
     """Name of the column or of the sample member that contains the documents."""
@@ -58,7 +58,8 @@ class Documents(ABC):
 
 
 def library(module: str, extra: str) -> ModuleType:
-    """Import a library. Raises ValueError with the name of the extra if the library is missing."""
+    """Import a library. If the library is not installed, this function raises a ValueError that names the package extra
+    to install."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -66,8 +67,8 @@ def library(module: str, extra: str) -> ModuleType:
 
 
 def chosen_key(wanted: str, names: Collection[str]) -> str:
-    """Return the name of the column that contains the documents: the column that --text-key names or, if --text-key is
-    not set and there is no column "text", a column of token ids."""
+    """Return the name of the column that contains the documents. This is the column that --text-key names, which is
+    "text" by default. If --text-key is not set and there is no column "text", it is a column of token ids."""
     if wanted in names:
         return wanted
     for key in TOKEN_KEYS if wanted == DEFAULT_KEY else ():
@@ -112,7 +113,7 @@ def stored_names(folder: UrlPath, pattern: str = "*") -> list[str]:
 
 def text_files(paths: Sequence[str]) -> list[TextFile]:
     """Describe local files, or local copies of URLs, as the `TextFile` objects that `Digests` expects."""
-    places = (os.path.realpath(local_path(path)) for path in paths)  # resolve process-specific links
+    places = (os.path.realpath(local_path(path)) for path in paths)  # links such as /proc/self differ between processes
     states = [(path, os.stat(path)) for path in places]
     return [TextFile(path, None, "", state.st_size, str(state.st_mtime_ns)) for path, state in states]
 

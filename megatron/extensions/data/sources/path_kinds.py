@@ -52,14 +52,15 @@ class SourceKind(DataKind):
             documents = opens(path.removeprefix(self.scheme), wanted)
             documents.name = path
             documents.first()
-        except Exception as error:  # each library raises exceptions of its own classes
+        except Exception as error:  # each library defines its own exception classes
             raise ValueError(f"{flag} {path}: {error}") from error
         return documents
 
 
 def _has_shards(path: str) -> bool:
-    """Return True if a path refers to tar files. If the path contains a range in braces, the files are not required to
-    exist here, because the reader reports missing shards. URLs are recognized by their names, without a request."""
+    """Return True if a path refers to tar files. If the path contains a range in braces, this function does not check
+    that the files exist, because the reader reports missing shards. URLs are recognized by their names, without a
+    request."""
     if "://" in path:
         return isinstance(located(path), UrlPath) and is_shard(path)
     return is_shard(path.partition("}")[2]) if "{" in path else bool(shards_of(path))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron.extensions.data.sources.documents import Documents, Value
 
 KEPT = 1 << 16
-"""Largest number of samples whose start positions are kept."""
+"""Maximum number of samples whose start positions are kept in memory."""
 
 
 class Place(NamedTuple):

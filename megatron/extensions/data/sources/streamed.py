@@ -1,5 +1,5 @@
-"""Data sets whose documents a library reads and which are tokenized during training. Checkpoints store the position in
-the stream."""
+"""Data sets whose documents are read by a third-party library and tokenized during training. Checkpoints store the
+position in the stream of documents."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StreamedDataset(GeneratorDataset):
 
 
 def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-    """Return the data sets of the splits of a run, each of which reads its own stream. `sizes` contains the number of
+    """Return the data sets of a run, one per split. Each data set reads its own stream. `sizes` contains the number of
     samples in each split."""
     assert isinstance(config, DatasetConfig)
     paths = (config.train_data_path or config.data_path, config.valid_data_path, config.test_data_path)
@@ -81,22 +81,22 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """Return the `StreamedDataset` that a data set of the run wraps, either directly or inside other wrappers."""
+    """Unwrap a data set of the run until its `StreamedDataset` is reached, and return it."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset
 
 
 def with_tokenizer(dataset: StreamedDataset, tokenizer: Tokenizer | None) -> None:
-    """Set the tokenizer of a stream. Raises ValueError if the stream contains text and there is no tokenizer."""
+    """Set the tokenizer of a stream. Raises ValueError if the stream contains text and `tokenizer` is None."""
     if tokenizer is None and not isinstance(dataset.documents.first(), np.ndarray):
         raise ValueError(f"{dataset.documents.name}: text needs a tokenizer; add --tokenizer-type and its files")
     dataset.tokenizer = tokenizer
 
 
 class PlaceInStream(Callback):
-    """Callback that stores the position of the next training sample in checkpoints, so that a resumed run need not read
-    earlier data.
+    """Callback that stores the position of the next training sample in checkpoints, so that a resumed run does not have
+    to read earlier data.
 
     All ranks compute the same position, so any rank can write it to the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Convert documents that a library reads to a cached indexed dataset.
+"""Conversion of documents that a third-party library reads into a cached indexed dataset.
 
 The cache, its locks and its checks are the same as for text files (`megatron.extensions.data.text_data.tokenized`).
 """
@@ -23,7 +23,7 @@ from megatron.extensions.data.text_data.identity import Digests, identity_of, st
 from megatron.extensions.data.text_data.tokenized import Source, TextData
 
 RECORDS = 1024
-"""Number of records with token ids that are read at once."""
+"""Number of records that are read at once if the records contain token ids."""
 
 
 def dtype_of(job: Job) -> np.dtype:
@@ -35,18 +35,18 @@ def dtype_of(job: Job) -> np.dtype:
 
 @dataclass(frozen=True)
 class DocumentSource(Source):
-    """Documents that a library reads and from which an indexed dataset is created, together with everything that
-    determines the token ids."""
+    """Documents that are converted to an indexed dataset, together with everything that determines their token ids. A
+    third-party library reads the documents."""
 
     documents: Documents
     path: str
 
     @classmethod
     def from_documents(cls, documents: Documents, path: str, job: Job, folder: Path) -> DocumentSource:
-        """Create the source for documents that a library reads.
+        """Create the source for documents that a third-party library reads.
 
         Args:
-            documents: Documents to convert, which a library reads.
+            documents: Documents to convert.
             path: Path of the data set, for messages.
             job: Tokenization settings.
             folder: Folder that stores the digests of files.
@@ -110,7 +110,7 @@ class DocumentSource(Source):
 
 @dataclass(frozen=True)
 class SourceData(TextData):
-    """Converter that turns documents read by a library into indexed datasets."""
+    """Converter of documents to indexed datasets. Third-party libraries read the documents."""
 
     kind: SourceKind
 

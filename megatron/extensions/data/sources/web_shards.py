@@ -38,8 +38,8 @@ def is_shard(name: str) -> bool:
 
 def shards_of(path: str) -> list[str]:
     """Return the sorted shards of a folder, file, glob, or range in braces such as shard-{000..131}.tar; empty if there
-    are no shards. For a range in braces, the result also contains files that do not exist, so that missing shards are
-    noticed."""
+    are no shards. For a range in braces, the result also contains the names of files that do not exist, so that the
+    caller can report missing shards."""
     place = located(path)
     if isinstance(place, UrlPath):
         return _stored_shards(path, place)
@@ -61,8 +61,8 @@ def _stored_shards(url: str, place: UrlPath) -> list[str]:
 
 
 def missing_shard(files: Sequence[str]) -> str | None:
-    """Return the first shard that does not exist; return None if all exist. For URLs, the function lists each folder
-    with one request. Raises OSError."""
+    """Return the path of the first shard that does not exist. Return None if all shards exist. For URLs, the function
+    sends one request per folder. Raises OSError."""
     places = [located(file) for file in files]
     folders = {place.parent for place in places if isinstance(place, UrlPath)}
     stored = {folder / name for folder in folders for name in stored_names(folder)}

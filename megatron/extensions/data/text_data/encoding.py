@@ -41,13 +41,13 @@ class Job:
     """Function that each worker process calls first, to register the user's tokenizers."""
 
     stand_in: bool = False
-    """Whether to tokenize with the package gigatoken in place of the configured tokenizer."""
+    """True to tokenize with the package gigatoken instead of the configured tokenizer."""
 
 
 @dataclass
 class Encoded:
-    """Result of tokenizing a chunk. For each key, there is one array of concatenated tokens and one array of document
-    lengths."""
+    """Result of tokenizing a chunk. For each JSON key or table column that contains documents, there is one array of
+    concatenated tokens and one array of document lengths."""
 
     tokens: list[NDArray]
     lengths: list[NDArray[np.int32]]
@@ -103,7 +103,7 @@ class Encoder:
             ids = tokenizer.tokenize(text) if text else []
         except UnicodeEncodeError as error:
             raise ValueError(f"not Unicode text: {error.reason} at character {error.start}") from None
-        # An empty document stays empty, without an end-of-document token.
+        # No end-of-document token is added to an empty document.
         document = np.empty(len(ids) + len(self.ending) if len(ids) else 0, self.dtype)
         if len(ids):
             document[: len(ids)], document[len(ids) :] = ids, self.ending
@@ -145,7 +145,7 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Context manager that delays termination signals until the end of the block."""
-    # There is nothing to delay: Python handles signals only in the main thread.
+    # Other threads need no delay, because Python handles signals only in the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -173,7 +173,7 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            with _undisturbed():  # a signal that arrives while the pool starts a worker would leave this worker running
+            with _undisturbed():  # If a signal arrived while the pool starts a worker, this worker would keep running.
                 pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()

@@ -1,8 +1,8 @@
 """Byte-pair encoding with the optional gigatoken package, which returns the same ids as `tokenizers` but is many times
 faster.
 
-The ids from gigatoken are compared with the ids of the replaced tokenizer: on a list of difficult texts when the
-replacement is built, and on a fraction of all encoded documents.
+The ids from gigatoken are compared with the ids of the replaced tokenizer: for a list of difficult texts when the
+replacement is built, and for a fraction of all encoded documents later.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Numbers that determine how many token ids are compared with the ids of the original tokenizer. The ids of the first
-`ALWAYS_COMPARED` bytes are all compared; after that, the ids of about one in `SHARE_COMPARED` bytes are compared."""
+"""Limits for comparing gigatoken's ids with the ids of the original tokenizer. All texts are compared until their total
+length reaches `ALWAYS_COMPARED` characters. After that, about one in `SHARE_COMPARED` characters is compared."""
 
 
 class DifferentIds(Exception):
@@ -50,8 +50,8 @@ class StandIn:
         self._fast = Gigatoken.from_json(reference.to_json())
         self.prefix, self.suffix = (np.array(ids, np.uint32) for ids in reference.added_around())
         self.seen = self.compared = 0
-        """Two counters: the number of bytes encoded so far, and the number of bytes whose ids were compared. Each
-        character counts as one byte, even outside ASCII."""
+        """Number of characters encoded so far (`seen`), and number of characters whose ids were compared
+        (`compared`)."""
 
         for text in (*PROBES, *(f"before{name}after {name}" for name in reference.special_names())):
             self._compare(text, self._encode(text))

@@ -4,8 +4,8 @@
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
 Documents are cut between characters, possibly within tokens, and the three parts of each document are tokenized
-separately. The random numbers for a sample depend only on the seed and the sample number, not on the layout, the
-workers or restarts."""
+separately. The random numbers for a sample depend only on the seed and the sample number. They do not depend on the
+parallel layout, the number of data loader workers, or restarts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SpecialTokens:
 
 
 class FillInMiddle(TextDataset):
-    """Samples of another dataset, whose documents are rearranged with probability --fim-rate. Samples keep their
+    """Data set that wraps another data set and rearranges each document with probability --fim-rate. Samples keep their
     length: excess tokens are cut off, and shorter samples are padded. The loss ignores predictions of padding."""
 
     def __init__(self, inner: Dataset, config: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -115,8 +115,8 @@ class FillInMiddle(TextDataset):
         text = self.tokenizer.detokenize(ids.tolist())
         if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
             return ids.tolist()
-        # Token ids are cut instead of text if the text contains incomplete characters, which would be tokenized
-        # differently.
+        # If the text contains incomplete characters, token ids are cut instead of text, because tokenizing such a text
+        # would change its ids.
         content: str | list[int] = ids.tolist() if REPLACEMENT in text else text
         first, second = sorted(draws.integers(0, len(content) + 1, size=2).tolist())
         prefix, middle, suffix = (
@@ -137,7 +137,7 @@ class FillInMiddle(TextDataset):
 
 
 def _cut(ids: NDArray[np.int64], at: int) -> list[NDArray[np.int64]]:
-    """Split the token ids at each occurrence of `at`, and leave out these occurrences."""
+    """Split the token ids at each occurrence of the token `at`. The result does not contain this token."""
     ends = [*np.flatnonzero(ids == at).tolist(), len(ids)]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return [ids[start:end] for start, end in zip(starts, ends, strict=True)]

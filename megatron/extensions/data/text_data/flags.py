@@ -34,7 +34,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
         if word == f"{path}=":
             yield Problem("--text-key", word, "names no key", "write PATH=KEY")
-        elif path not in paths and "://" not in path and not glob.glob(path):  # phases may use different data
+        elif path not in paths and "://" not in path and not glob.glob(path):  # may be data of a later phase
             rule = f"there is no data set {path}; the data sets of the run are {', '.join(paths) or 'none'}"
             yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
 
@@ -151,7 +151,7 @@ PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", or
 
 
 def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
-    """Return the flag values of user extensions, so that hashes of data depend on them. The flags of built-in
+    """Return the flag values of user extensions, so that dataset hashes depend on them. The flags of built-in
     extensions are left out, because they do not change the token ids."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
     return {"extension_options": [asdict(section.options(cls)) for cls in own]}

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
-"""Two sizes: the number of table rows that are read at once, and the number of bytes per chunk in `read_rows`."""
+"""`ROWS` is the number of table rows that are read at once. `ROWS_BYTES` is the number of bytes per chunk in
+`read_rows`."""
 
 LONGEST_ESCAPE = 16
-"""If a JSON error occurs within this number of characters before the end of the text read so far, more text is read
-before the error is reported. An escape sequence that is cut off at the end may be the cause."""
+"""Maximum length of a JSON escape sequence, in characters. A JSON error this close to the end of the text read so far
+may be caused by an incomplete escape sequence. In this case, more text is read before the error is reported."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""Content of a record: a line as bytes, a tuple with one value per key, a JSON object or whole table row as a dict, or
-the error in the record."""
+"""Content of a record. A line is represented as bytes, selected values as a tuple with one value per key, a JSON object
+or a whole table row as a dict, and an invalid record as the ValueError that describes the error."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Chunk:
     """Approximate size of all records in the chunk, in bytes."""
 
     consumed: int
-    """Position in the stored file, in bytes, after the chunk was read."""
+    """Position in the stored (possibly compressed) file, in bytes, up to which it was read when the chunk was
+    complete."""
 
     of_json: bool
     """True if each line of the file is a JSON value."""
@@ -179,7 +181,7 @@ def _decoded(value: bytes, where: str) -> str:
 
 
 def _to_utf_8(text: bytes) -> str:
-    """Return the text that tells the user how to convert a file that is not UTF-8."""
+    """Return a message that tells the user how to convert a file to UTF-8."""
     utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
     return f"convert files in a different encoding, such as with iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 
@@ -291,7 +293,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         while True:
             try:
                 value, end = next_value(text, at)
-                if end < len(text) or ended:  # a number at the end of the text may continue
+                if end < len(text) or ended:  # a number at the end of `text` may be incomplete
                     break
             except RecursionError:
                 raise Unreadable("JSON is nested too deeply") from None

@@ -1,5 +1,5 @@
-"""Description of everything that determines the token ids of text files: the content of the files, the files and the
-code of the tokenizer, and the ids that the tokenizer returns for test texts.
+"""Description of everything that determines the token ids of text files: the content of the text files, the tokenizer's
+files and code, and the ids that the tokenizer returns for test texts.
 
 Files are identified by a hash of their content, because files with the same path, modification time or name in the
 Hugging Face cache may have different content. The digests are stored next to the tokens, together with the state of
@@ -107,15 +107,15 @@ _PROBED: dict[str, str] = {}
 
 
 def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
-    """Return a hash of the vocabulary size and of the ids of some texts. The hash differs between package versions that
-    tokenize differently."""
+    """Return a hash of the vocabulary size and of the ids that the tokenizer returns for test texts. If two versions of
+    a tokenizer package tokenize differently, their hashes differ."""
     if identity not in _PROBED:
         tokenizer = build_tokenizer(config, vocab_size)
         found: list[object] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # a tokenizer is also identified by the kind of error that a text causes
+            except Exception as error:  # if a text causes an error, the kind of error is hashed instead of ids
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]

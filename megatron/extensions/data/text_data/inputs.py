@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
 ZSTD_WINDOW = 1 << 31
-"""Largest zstd window size that the format allows; the same as `zstd --long=31`. The zstandard library allows 128 MB by
-default."""
+"""Maximum zstd window size in bytes, which is the limit of `zstd --long=31`. The zstandard library allows only 128 MB
+by default."""
 
 
 class Damaged(Exception):
@@ -161,10 +161,10 @@ def remote(url: str) -> tuple[AbstractFileSystem, str]:
 logger = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Largest number of files that a message lists."""
+"""Maximum number of files that a message lists."""
 
 WEB = ("http://", "https://")
-"""URL prefixes. In a URL with one of these prefixes, a question mark begins the query string."""
+"""Prefixes of URLs in which a question mark begins the query string."""
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -198,7 +198,8 @@ class TextFile:
     """Size of the stored file in bytes."""
 
     modified: str
-    """Value that changes whenever the file changes: the modification time, or the state that a remote store reports."""
+    """Value that changes whenever the file changes: the modification time of a local file, or the state that a remote
+    store reports."""
 
     @property
     def remote(self) -> bool:
@@ -225,9 +226,9 @@ def is_text(path: str) -> bool:
 def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
     """Yield all files below a folder, including those in folders that symbolic links point to.
 
-    A folder that several paths reach is visited once, preferably under a path without symbolic links. For each other
-    path to the same folder, `left_out` is called with two arguments: the path that is skipped and the path that was
-    visited."""
+    If several paths lead to the same folder, the folder is visited once, preferably by a path without symbolic links.
+    For each other path to the folder, `left_out` is called with two arguments: the path that is skipped and the path
+    that was visited."""
     seen: dict[tuple[int, int], str] = {}
     links = deque([folder])
     while links:

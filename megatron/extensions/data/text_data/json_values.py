@@ -30,7 +30,7 @@ def from_json(text: str) -> object:
 
 
 def next_value(text: str, at: int) -> tuple[object, int]:
-    """Return the JSON value that begins at a position, and its end position."""
+    """Return the JSON value that begins at position `at`, and the position after the value."""
     try:
         return _QUICK.raw_decode(text, at)
     except json.JSONDecodeError:
