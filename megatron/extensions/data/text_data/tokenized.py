@@ -1,10 +1,10 @@
-"""Text files as training data, tokenized once into a cached indexed dataset.
+"""Training on text files, which are tokenized once into a cached indexed dataset.
 
-The dataset is identical to the output of tools/preprocess_data.py for the same files, so samples are bit-equal. The
-dataset name contains a hash of everything that determines the dataset: the content of the files, the tokenizer (see
-`identity`), and the options for reading documents. If several processes share a folder, one process tokenizes while the
-other processes wait. The file made_from.json in the folder of the tokens describes the inputs from which the tokens
-were computed, and contains checksums. If the tokens have changed, the files are tokenized again.
+The dataset is identical to the output of tools/preprocess_data.py for the same files, so a run reads exactly the same
+samples from both. The dataset name contains a hash of everything that determines the dataset: the content of the files,
+the tokenizer (see `identity`), and the options for reading documents. If several processes share a folder, one process
+tokenizes while the other processes wait. The file made_from.json in the folder of the tokens describes the inputs from
+which the tokens were computed, and contains checksums. If the tokens have changed, the files are tokenized again.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ SHOWN_BAD = 5
 
 @dataclass(frozen=True)
 class Source:
-    """Text files to tokenize, and a description of everything that determines the token ids."""
+    """Text files to tokenize, together with a description of everything that determines the token ids."""
 
     files: Sequence[TextFile]
     states: dict[str, list[int]]
-    """Mapping from the path of each local file to the state that the file had when its digest was computed."""
+    """Maps the path of each local file to the state (such as the modification time) that the file had when its digest
+    was computed."""
 
     digests: dict[str, str]
     """Mapping from the path of each file to its digest."""
 
     described: dict[str, object]
-    """Inputs that determine the tokens. The hash of these inputs is part of the dataset name, and the inputs are saved
-    in the description of the tokens."""
+    """Everything that determines the tokens. A hash of this dict is part of the dataset name, and the dict is saved in
+    the file `DESCRIPTION`."""
 
     @classmethod
     def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
@@ -77,8 +78,7 @@ class Source:
         return cls(files, states, digests, described)
 
     def dtype(self, job: Job) -> np.dtype:
-        """Return the dtype of token ids in the dataset. The dtype is chosen for the size of the tokenizer's
-        vocabulary."""
+        """Return the dtype of token ids in the dataset, which depends on the size of the tokenizer's vocabulary."""
         return best_dtype(build_tokenizer(job.tokenizer, job.vocab_size).vocab_size)
 
     def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
@@ -94,7 +94,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TextData:
-    """Converter of text files to the datasets of this run."""
+    """Converter of text files to the tokenized datasets of this run."""
 
     data: DatasetConfig
     tokenizer: TokenizerConfig
@@ -121,11 +121,11 @@ class TextData:
         exist.
 
         Args:
-            flag: Flag that the data was passed to. Error messages contain the flag.
+            flag: Name of the flag to which the user passed `value`, for error messages.
             value: Path or URL of the data.
             job: Tokenization settings.
-            source_of: Function that returns the source; its argument is a folder in which digests of files may be
-                stored.
+            source_of: Function that returns the source. The argument of the function is a folder in which it may store
+                digests of files.
         """
         folder = self._folder(flag, value)
         try:
@@ -138,7 +138,8 @@ class TextData:
                     # Another process may have created the dataset before this process got the lock.
                     if not _intact(target):
                         self._tokenize(job, source, target)
-            # An existing dataset is checked, too, because it may be from a run with a larger --max-bad-lines.
+            # The bad records of an existing dataset are also checked, because an earlier run may have used a larger
+            # --max-bad-lines.
             self._check_bad(left_out(target))
         except OSError as error:
             rule = f"its tokens cannot be written to {folder} ({error})"
@@ -202,8 +203,8 @@ class TextData:
             )
 
     def _workers(self, size: int) -> int:
-        """Return the number of processes that tokenize: --tokenizer-workers, or by default 1 for small inputs and one
-        per core otherwise."""
+        """Return the number of processes that tokenize. This is --tokenizer-workers if the flag is set. Otherwise, it
+        is 1 for small inputs and the number of cores for large inputs."""
         if self.options.tokenizer_workers is not None:
             return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""Recognize tokenizer files by their content, for error messages about files of the wrong kind."""
+"""Recognition of tokenizer files by their content, for error messages about files of the wrong kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ HUGGING_FACE = (
 
 
 def kind_of_file(file: Path) -> tuple[str, str] | None:
-    """Return a description of a file and a remedy, according to its content; None if the content is not recognized."""
+    """Return a description of the file's content and a remedy for the user. Return None if the content is not
+    recognized."""
     try:
         with open(file, "rb") as stream:
             start = stream.read(BEGINNING)

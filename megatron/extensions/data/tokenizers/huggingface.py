@@ -32,18 +32,18 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 MOST_IDS = 1 << 24
-"""Upper bound of token ids, about sixty times the size of the largest vocabularies in use."""
+"""Upper bound for token ids. It is about sixty times the size of the largest vocabularies in use."""
 
 
 MOST_GROWTH = 1000
-"""Largest factor by which a normalizer or decoder may lengthen a text. Common normalizers lengthen a text by a much
-smaller factor."""
+"""Maximum factor by which a normalizer or decoder may lengthen a text. The factors of common normalizers are much
+smaller."""
 
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
 
 class _OverTokenizers:
-    """Common base class of wrappers of `tokenizers.Tokenizer`."""
+    """Base class of tokenizers that wrap a `tokenizers.Tokenizer`."""
 
     _tokenizer: FastTokenizer
 
@@ -53,17 +53,18 @@ class _OverTokenizers:
     vocab_size: int
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text. Raises ValueError if the tokenizer cannot encode the text, because a regular
-        expression fails or the vocabulary has no token for an unknown character."""
+        """Return the token ids of a text. Raises ValueError if the tokenizer cannot encode the text. Possible causes
+        are a regular expression that fails, or an unknown character for which the vocabulary has no token."""
         return self._encode(text)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the token ids of a text. `special`: True to include the ids that the tokenizer adds around each
-        text."""
+        """Return the token ids of a text. If `special` is True, the result includes the special tokens that the
+        tokenizer adds around each text, such as BOS."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except BaseException as error:
-            # The package raises Exception itself, not a subclass; Rust panics do not derive from Exception.
+            # The package raises an instance of Exception itself, not of a subclass. Rust panics do not derive from
+            # Exception.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
@@ -79,7 +80,7 @@ class _OverTokenizers:
         return None if id is None else int(id)
 
     def to_json(self) -> str:
-        """Return the tokenizer in the format of tokenizer.json."""
+        """Serialize the tokenizer to the format of tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def added_around(self) -> tuple[list[int], list[int]]:
@@ -114,13 +115,13 @@ class _OverTokenizers:
         raise problem
 
     def special_names(self) -> list[str]:
-        """Return the texts of added tokens, which may occur in documents."""
+        """Return the texts of all added tokens. Documents may contain these texts."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
 def _size_of(vocab: Mapping[str, int], flags: str) -> int:
-    """Return the number of ids of a vocabulary. Raises ValueError if an id is so large that the file must be damaged or
-    malicious, because the package allocates a table of all ids when it saves the tokenizer."""
+    """Return the number of ids of a vocabulary. Raises ValueError if an id exceeds `MOST_IDS`. Such a file must be
+    damaged or malicious, and the package would allocate a huge table of all ids when it saves the tokenizer."""
     token = max(vocab, key=vocab.__getitem__)
     if vocab[token] >= MOST_IDS:
         raise ValueError(
@@ -243,14 +244,13 @@ def _from_file(file: Path) -> FastTokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raise ValueError if the table of a Precompiled normalizer is damaged such that its length field exceeds the
-    length of the data. This check is needed because the package would abort the process when it allocates memory for
-    the table."""
+    """Raise ValueError if the length field in the table of a Precompiled normalizer exceeds the length of the data.
+    Without this check, the package would try to allocate memory for such a damaged table, and abort the process."""
     for found in CHARSMAP.finditer(file.read_bytes()):
         try:
             table = base64.b64decode(found[1])
         except ValueError:
-            continue  # not an error here, because the tokenizers package reports invalid base64
+            continue  # ignored, because the tokenizers package reports invalid base64
         if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
             raise ValueError(
                 f"--tokenizer-model {file}: the precompiled_charsmap of its normalizer is damaged: the table must fit "
@@ -259,8 +259,8 @@ def _check_charsmaps(file: Path) -> None:
 
 
 def _growth(part: object) -> float:
-    """Return the largest factor by which a normalizer or decoder in tokenizer.json can lengthen a text when it replaces
-    parts of the text."""
+    """Return the maximum factor by which a normalizer or decoder in tokenizer.json can lengthen a text when it replaces
+    or prepends strings."""
     if not isinstance(part, dict):
         raise TypeError(f"{str(part)[:80]!r} is not a normalizer or decoder")
     growth = prod([_growth(each) for each in (*part.get("normalizers", ()), *part.get("decoders", ()))])
@@ -268,7 +268,7 @@ def _growth(part: object) -> float:
     if kind == "Prepend":
         return growth * (1 + len(part["prepend"]))
     if kind == "Replace":
-        # the length is 0 for a regular expression, which may match the empty string before every character
+        # A regular expression has length 0 here, because it may match the empty string before every character.
         length = len(part["pattern"].get("String", ""))
         return growth * max(1.0, len(part["content"]) / length if length else 1 + len(part["content"]))
     return growth

@@ -8,12 +8,13 @@ from pathlib import Path
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.data.tokenizers.file_kinds import described
 
-# Pieces appended, in this order, to a model without <EOD>, so that ids equal the ids in Megatron-LM's data.
+# Pieces that are appended to a model without <EOD>. Their order is fixed, so that the ids equal the ids in
+# Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class _OverModel:
-    """Common base class of tokenizers based on a SentencePiece model."""
+    """Base class of tokenizers that wrap a SentencePiece model."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -36,7 +37,8 @@ class _OverModel:
 
 
 class Llama2Tokenizer(_OverModel):
-    """SentencePiece tokenizer with the conventions of Llama 2: text begins with BOS, and EOS ends a document."""
+    """SentencePiece tokenizer with the conventions of Llama 2: every text begins with BOS, and every document ends with
+    EOS."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         super().__init__(config)

@@ -1,10 +1,11 @@
 """Special and added tokens of a Hugging Face tokenizer folder. The files that are read and their precedence are the
 same as in transformers.
 
-- tokenizer_config.json contains special tokens by role (`eos_token`), and other special tokens. The key
-`added_tokens_decoder` contains all tokens that are added to the vocabulary.
-- Without `added_tokens_decoder`, special_tokens_map.json overrides the roles, and added_tokens.json adds tokens.
-- Special tokens that are neither in these lists nor in tokenizer.json get the next free ids.
+- tokenizer_config.json contains special tokens with a role, such as `eos_token`, and other special tokens. The key
+  `added_tokens_decoder` contains all tokens that are added to the vocabulary.
+- If the key `added_tokens_decoder` is missing, special_tokens_map.json overrides the roles, and added_tokens.json adds
+  tokens.
+- Special tokens whose ids neither these files nor tokenizer.json define are assigned the next free ids.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 FILES = (CONFIG, MAP, ADDED)
-"""Files that change the tokens of a tokenizer.json in the same folder."""
+"""Names of files that can change the tokens of a tokenizer.json in the same folder."""
 
 DECODER = "added_tokens_decoder"
 EXTRA = "extra_special_tokens"
@@ -52,7 +53,7 @@ class SpecialTokens:
     """True to encode special tokens that occur in a text as ordinary text."""
 
     def role(self, name: str) -> str | None:
-        """Return the text of the token with a role; None if no token has this role."""
+        """Return the text of the token with the role `name`. Return None if no token has this role."""
         token = self.roles.get(name)
         return None if token is None else _text(token)
 
@@ -67,7 +68,7 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # the last of several tokens with the same text takes precedence
+                new.append(token)  # if several tokens have the same text, the last one takes precedence
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role
@@ -103,8 +104,8 @@ def role_texts(folder: Path) -> dict[str, str]:
 
 
 class _Settings(dict[str, object]):
-    """Mapping from keys to values of the configuration files. The attribute `files` contains the file from which each
-    value was read."""
+    """Keys and values of all configuration files. The attribute `files` maps each key to the file from which its value
+    was read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,13 +124,14 @@ class _Settings(dict[str, object]):
         return config
 
     def update(self, file: Path) -> None:  # type: ignore[override]
-        """Override values with the values in a file, if the file exists."""
+        """Override the current values with the values in `file`. Do nothing if the file does not exist."""
         found = _object(file)
         super().update(found)
         self.files |= dict.fromkeys(found, file)
 
     def name_extra(self) -> None:
-        """If the extra special tokens are an object that maps roles to tokens, store each token under its own role."""
+        """Store each extra special token under its role, if the extra special tokens are an object that maps roles to
+        tokens."""
         extra = self.get(EXTRA)
         if isinstance(extra, dict):
             file = self.files[EXTRA]
@@ -188,7 +190,7 @@ def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
 
 
 def _token(file: Path, key: str, value: object) -> Token:
-    """Convert a text, or an object with the key "content", to a token."""
+    """Convert a JSON value to a token. The value is a text or an object with the key "content"."""
     from tokenizers import AddedToken
 
     if isinstance(value, str) and value:

@@ -107,8 +107,8 @@ WEEK = 7 * 24 * 3600.0
 
 
 def recognize(path: PurePath, flag: str = "--input") -> Format:
-    """Return the format of the checkpoint in a folder. If the folder contains no checkpoint, raises a ValueError whose
-    message names `flag`."""
+    """Return the format of the checkpoint in a folder. Raises a ValueError that names `flag` if the folder contains no
+    checkpoint."""
     kind = kind_of(path)
     found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
     if not isinstance(found, Format):
@@ -118,7 +118,7 @@ def recognize(path: PurePath, flag: str = "--input") -> Format:
 
 
 def formats() -> dict[str, Format]:
-    """Return all checkpoint formats, keyed by name. The first format is this program's own."""
+    """Return all checkpoint formats, keyed by name. The first one is the format of this program's checkpoints."""
     others = [kind for kind in map(PATH_KINDS.__getitem__, PATH_KINDS) if isinstance(kind, Format)]
     return {each.format: each for each in (DCPFormat(), *others)}
 
@@ -135,7 +135,7 @@ class Input:
 
     @classmethod
     def at(cls, path: PurePath, flag: str = "--input") -> Input:
-        """Return the model in a folder. If the folder contains no model, raises a ValueError that names `flag`."""
+        """Return the model in a folder. Raises a ValueError that names `flag` if the folder contains no model."""
         kind = recognize(path, flag)
         return cls(kind.format, (path,), partial(kind.open, path))
 
@@ -149,7 +149,7 @@ class Conversion:
         """Plan the conversion.
 
         Args:
-            given: Folder or input to convert.
+            given: Model to convert: the path of a folder, or an `Input`.
             output: Folder to write.
             to: Name of the target format; None selects the default.
             options: Options of the output.
@@ -198,8 +198,8 @@ class Conversion:
             raise ValueError(self._failure(error)) from error
 
     def _failure(self, error: Exception) -> str:
-        """Return a one-line message about a file that cannot be read or written, for example because of a full or
-        faulty disk, or missing permissions."""
+        """Return a one-line message about a file that cannot be read or written. Possible causes are a full or faulty
+        disk and missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
         if isinstance(cause, ValueError):  # the writer failed to read a tensor
             return str(cause)
@@ -241,7 +241,7 @@ class Conversion:
 
 
 def _counted(show: Callable[[int], None]) -> Written:
-    """Return a function that adds up the bytes written by one process and passes the sum to `show`."""
+    """Return a function that adds up the bytes that this process has written and passes the sum to `show`."""
     total = 0
 
     def written(count: int) -> None:
@@ -253,8 +253,8 @@ def _counted(show: Callable[[int], None]) -> Written:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Parse the torch name of a weight dtype, such as bfloat16. Raises ValueError if `name` is not the name of a
-    supported dtype."""
+    """Convert the torch name of a dtype, such as bfloat16, to the dtype. Raises ValueError if weights of this dtype are
+    not supported."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in names:
         raise ValueError(f"{name!r} must be one of {', '.join(names)}")
@@ -265,7 +265,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as `5GB`, `500MB` or `2GiB`, or a number of bytes. Raises ValueError."""
+    """Parse a size such as `5GB`, `500MB` or `2GiB`, or a number of bytes. Raises ValueError if the text is not a
+    size."""
     digits = text.rstrip("KMGiBkmgb")
     unit = text[len(digits) :].upper()
     if unit not in UNITS or not digits.replace(".", "", 1).isdigit() or (size := int(float(digits) * UNITS[unit])) < 1:

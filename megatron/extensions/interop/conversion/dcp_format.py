@@ -1,4 +1,4 @@
-"""Source and target of conversions for this program's checkpoint format."""
+"""Conversion source and target for this program's checkpoint format."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class DCPSource(Source):
-    """Conversion source that reads a checkpoint of this program and verifies its files. For the folder of a run, the
-    latest checkpoint is read."""
+    """Conversion source that reads a checkpoint of this program and verifies its files. If the path is the folder of a
+    run, the latest checkpoint in the folder is read."""
 
     def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
@@ -91,9 +91,10 @@ class DCPSource(Source):
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        """Return a complete, unsharded parameter. If `wanted` is the stored dtype, the model's parameter is returned.
-        If the dtypes differ, the optimizer's main parameter is returned, provided that the checkpoint contains it. If
-        the user requested averaged weights, the averages are returned for trained parameters.
+        """Return a complete, unsharded parameter. If `wanted` is None or the dtype of the stored parameter, the
+        parameter itself is returned. Otherwise, the optimizer's main parameter is converted to `wanted`, or the
+        parameter if the checkpoint contains no main parameter. If the user requested averaged weights, the average is
+        returned instead for every parameter that has one.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))
@@ -103,7 +104,7 @@ class DCPSource(Source):
         return self.checkpoint.read(key).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Do nothing, because the checksums were verified when the checkpoint was opened."""
+        """Do nothing. The checksums were already verified when the checkpoint was opened."""
 
     def training(self) -> TrainingState | None:
         tensors = self.checkpoint.tensors
@@ -129,8 +130,8 @@ class DCPSource(Source):
 
 
 class DCPTarget(Target):
-    """Folder with a checkpoint, run_config.yaml, and the tokenizer's files. If the training state is not copied, the
-    checkpoint contains only weights and has iteration 0."""
+    """Conversion target that writes a folder with a checkpoint, run_config.yaml, and the tokenizer's files. If the
+    training state is not copied, the checkpoint contains only weights, and its iteration number is 0."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
@@ -153,7 +154,7 @@ class DCPTarget(Target):
             self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
 
     def payload(self) -> dict[str, Any]:
-        """Return everything in the checkpoint that is not a tensor."""
+        """Return the non-tensor content of the checkpoint."""
         training = self.training
         payload = {
             "format_version": FORMAT_VERSION,

@@ -1,9 +1,9 @@
-"""Interfaces of checkpoint formats: sources, which provide a model, and targets, which write it.
+"""Interfaces of checkpoint formats: sources, which provide a model, and targets, which write a model.
 
-A format provides a `Source`, a `Target`, or both. Sources and targets exchange parameters under this program's names
-(`ParamMeta.name`). A source returns complete, unsharded parameters. A target requests the parameters one by one, and
-frees each parameter after writing it. A source also provides the paths of the model's tokenizer files, keyed by their
-names in a Hugging Face folder. This module does not import torch.
+A format provides a `Source`, a `Target`, or both. Sources and targets identify parameters by this program's parameter
+names (`ParamMeta.name`). A source returns complete, unsharded parameters. A target requests the parameters one by one,
+and frees each parameter after writing it. A source also provides the paths of the model's tokenizer files, keyed by
+their names in a Hugging Face folder. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ class Options:
     """Dtype of all weights; None keeps the stored dtypes."""
 
     max_shard_bytes: int = 5_000_000_000
-    """Hugging Face target: maximum size of a weights file."""
+    """Maximum size of a weights file in bytes. Only Hugging Face targets use this option."""
 
     family: str | None = None
-    """Hugging Face target: family to write. None selects the source's family or, if this family cannot express the
-    model, the first family that can express it."""
+    """Name of the family to write. None selects the source's family or, if this family cannot express the model, the
+    first family that can express the model. Only Hugging Face targets use this option."""
 
     weights_only: bool = False
     """True to omit the optimizer's state and the run's progress."""
 
     weights: str | None = None
-    """Only for sources in this program's format: name of a callback state, such as averaged weights, to use instead of
-    the trained weights. The name is `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
+    """Name of a callback state, such as averaged weights, that replaces the trained weights. The name is
+    `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state. Only sources in this program's format support
+    this option.
     """
 
     make_vocab_size_divisible_by: int = 128
-    """Hugging Face source: pad the vocabulary to a multiple of this number."""
+    """The vocabulary is padded to a multiple of this number. Only Hugging Face sources use this option."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Training state of a source, without the model's weights. A run that starts with this state resumes where another
-    run stopped."""
+    """Training state of a source, without the model's weights. A run that loads this state continues the run that saved
+    it."""
 
     progress: Progress
     step_count: int
-    """Number of updates made so far, for Adam's bias correction."""
+    """Number of optimizer updates so far, which Adam's bias correction depends on."""
 
     kinds: tuple[str, ...]
     """Kinds of optimizer state, such as "main_param" and "exp_avg"."""
@@ -75,8 +76,8 @@ class TrainingState:
     """Function that returns the dtype of the tensor that `read` returns for the same arguments."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
-    """State of the fp16 loss scaler. The keys are "scale" and, if the loss scale is dynamic, "good_steps" and
-    "allowance"."""
+    """State of the fp16 loss scaler. The dict has the key "scale" and, if the loss scale is dynamic, also the keys
+    "good_steps" and "allowance"."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Origin:
 
 def _are_ids(value: object) -> bool:
     """Return True if a value is a token id or a list of token ids. Lists are accepted, because a model may have several
-    tokens that end a text."""
+    end-of-text tokens."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 
 
@@ -112,34 +113,36 @@ class Source(ABC):
     this program cannot express the model."""
 
     config: RunConfig
-    """Configuration of the model, the tokenizer and the number format. Readers must ignore all other sections of the
-    configuration."""
+    """Configuration of the model, the tokenizer and the number format. The other sections of the configuration are
+    meaningless and must be ignored."""
 
     metas: Mapping[str, ParamMeta]
-    """All parameters by name."""
+    """Metadata of all parameters, keyed by parameter name."""
 
     states: Collection[str] = ()
-    """Names of the untrained tensors, such as expert biases, that the source contains. If the model has other untrained
-    tensors, the target format initializes them."""
+    """Names of the untrained tensors, such as expert biases, that the source contains. Untrained tensors of the model
+    that are not listed here are initialized by the target."""
 
     origin: Origin = Origin()
-    """Hugging Face model from which the weights were loaded. If the weights do not come from a Hugging Face model, the
-    family in `origin` is None."""
+    """Hugging Face model from which the weights were loaded. `origin.model_type` is None if the weights do not come
+    from a Hugging Face model."""
 
     side_files: Mapping[str, Path] = {}
     """Tokenizer and generation files to copy into the output folder, keyed by their names in a Hugging Face folder."""
 
     notes: tuple[str, ...] = ()
-    """Messages for the user."""
+    """Messages about this source to show to the user."""
 
     progress: Progress | None = None
     """Progress of the run that saved the weights; None if the source does not record it."""
 
     merged: Mapping[str, object] | None = None
-    """Description of the merged checkpoints for the output's metadata, in JSON types; None if none were merged."""
+    """Description of the merged checkpoints, which is stored in the metadata of the output. It consists of JSON types,
+    and is None if no checkpoints were merged."""
 
     def training(self) -> TrainingState | None:
-        """Return the training state, if the source has one. Raises ValueError if the training state cannot be read."""
+        """Return the training state, or None if the source has no training state. Raises ValueError if the training
+        state cannot be read."""
         return None
 
     @abstractmethod
@@ -153,8 +156,8 @@ class Source(ABC):
         data is invalid, and OSError if it cannot be read."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        """Return an untrained tensor of the model. If the source does not contain the tensor, return zeros, which are
-        its initial value."""
+        """Return an untrained tensor of the model. If the source does not contain the tensor, return zeros, because
+        untrained tensors are initialized to zero."""
         if meta.name in self.states:
             return self.read(meta.name, dtype)
         from torch import zeros
@@ -163,11 +166,11 @@ class Source(ABC):
 
     @abstractmethod
     def check_data(self) -> None:
-        """Raise ValueError for problems that can be detected only by reading weights."""
+        """Raise ValueError if the weights have a problem that can be detected only by reading them."""
 
 
 def few(problems: Sequence[str], limit: int) -> str:
-    """Join the first `limit` problems in one line, followed by the number of omitted problems."""
+    """Join the first `limit` problems into one line, followed by the number of omitted problems."""
     return "; ".join(problems[:limit]) + (f"; and {len(problems) - limit} more" if len(problems) > limit else "")
 
 
@@ -180,14 +183,15 @@ class Target(ABC):
     model."""
 
     nbytes: int
-    """Number of bytes in all tensors."""
+    """Total size of all tensors in bytes."""
 
     notes: tuple[str, ...] = ()
-    """Messages for the user."""
+    """Messages about this target to show to the user."""
 
     @abstractmethod
     def write(self, folder: Path, world: Axis, written: Written) -> None:
-        """Write the weights. Each process of `world` writes a part of the weights. Collective over `world`."""
+        """Write the weights. Each process of `world` writes a part of the weights, so all processes of `world` must
+        call this method."""
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
@@ -197,8 +201,8 @@ class Target(ABC):
 
 @runtime_checkable
 class Format(Protocol):
-    """Model format that conversions can read and write. Classes in `PATH_KINDS`, each of which recognizes one kind of
-    path, may implement this protocol."""
+    """Protocol of a model format that conversions can read and write. Entries of `PATH_KINDS`, each of which recognizes
+    one kind of path, may implement this protocol."""
 
     @property
     def format(self) -> str:
@@ -206,10 +210,11 @@ class Format(Protocol):
 
     @property
     def usual(self) -> bool:
-        """True if checkpoints of this program are converted to this format by default."""
+        """True if this format is the default target for checkpoints of this program."""
 
     def open(self, path: PurePath, options: Options) -> Source:
-        """Open a model. Checkpoints of this program may be in any storage; other formats must be on the local disk."""
+        """Open a model. Checkpoints of this program may be in any storage; models in other formats must be on the local
+        disk."""
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
         """Plan the conversion of `source` to this format, with `folder` as the output folder."""
@@ -239,8 +244,8 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
 
 
 def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
-    """Return the tokenizer flags for a Hugging Face folder. `names` are the names of the files in the folder; by
-    default, the folder is listed.
+    """Return the tokenizer flags for a Hugging Face folder. `names` contains the names of the files in the folder. If
+    `names` is None, this function lists the folder.
 
     If tokenizer files are missing from the folder, the returned flags do not select a tokenizer.
     """

@@ -1,5 +1,5 @@
-"""Selection of the checkpoints to merge, and of the weight of each checkpoint. The weighted mean of the checkpoints
-then serves as the input of a conversion."""
+"""Selection of the checkpoints to merge and of their weights. The weighted mean of the checkpoints is the input of a
+conversion."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ class Selection:
 
     inputs: Sequence[PurePath]
     last: int | None = None
-    """Number of newest checkpoints to merge from a single input, which is a folder of checkpoints."""
+    """Number of checkpoints to merge, counted back from the newest one. The selection must have a single input, which
+    is a folder of checkpoints."""
 
     stable: bool = False
-    """True to select only checkpoints before the learning rate decay, that is, checkpoints whose last update used the
-    peak learning rate."""
+    """True to select only checkpoints from before the learning rate decay. The last update before such a checkpoint
+    used the peak learning rate."""
 
     iterations: Sequence[int] = ()
-    """Iterations of the checkpoints to merge. With a single input, the iterations select checkpoints in the folder.
-    With several inputs, entry i is the iteration of input i."""
+    """Iterations of the checkpoints to merge. If there is a single input, the iterations select checkpoints in this
+    folder. If there are several inputs, entry i is the iteration of input i."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Settings that determine the checkpoint weights of a merge. Either `given` lists the weights, or the weights
+    """Settings that determine the checkpoint weights of a merge. Either `given` contains the weights, or the weights
     emulate the learning rate decay `decay`. If neither `given` nor `decay` is set, all weights are equal."""
 
     given: Sequence[float] | None = None
@@ -57,7 +58,7 @@ class Chosen:
 
     path: PurePath
     iteration: int | None
-    """Iteration of the checkpoint, which the folder name contains or the user specifies; None if the iteration is
+    """Iteration of the checkpoint, taken from the folder name or specified by the user. None if the iteration is
     unknown."""
 
 
@@ -119,8 +120,8 @@ def _last(selection: Selection, saved: dict[int, PurePath]) -> list[int]:
 
 
 def merged_input(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool) -> Input:
-    """Return an `Input` for a conversion that reads the weighted mean of the checkpoints. The checkpoints are opened
-    when the conversion opens the input."""
+    """Return an `Input` that provides the weighted mean of the checkpoints. The checkpoints are not opened before the
+    conversion opens the input."""
     paths = tuple(each.path for each in chosen)
     return Input("merge", paths, partial(_open, chosen, weighting, with_state))
 
@@ -141,8 +142,8 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """Return the description of the merged checkpoints that is stored in the metadata. Credentials in URLs are
-    removed."""
+    """Return the description of the merged checkpoints for the metadata of the output. Credentials are removed from
+    URLs."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)
@@ -211,8 +212,8 @@ def _remarks(config: RunConfig, iterations: Sequence[int], chosen: Sequence[Chos
 
 
 def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
-    """Return a function that maps an iteration to the learning rate of its update, for runs with this configuration.
-    Returns None if the schedule is unknown."""
+    """Return a function that maps an iteration of a run to the learning rate of its update. Return None if `config`
+    does not determine the learning rate schedule."""
     training = config.training
     if (
         config.optimizer.lr is None
@@ -230,8 +231,8 @@ def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
 
 
 def _rates(rate: Callable[[int], float], iterations: Sequence[int]) -> tuple[float, float]:
-    """Return the smallest and the largest learning rate between the first and the last checkpoint. Only the first and
-    the last update of each interval between two consecutive checkpoints are considered."""
+    """Return the minimum and the maximum learning rate between the first and the last checkpoint. Only two updates
+    between each pair of consecutive checkpoints are considered: the first one and the last one."""
     ends = [rate(each) for before, after in pairwise(iterations) for each in (before + 1, after)]
     return min(ends), max(ends)
 

@@ -2,19 +2,20 @@
 import torch.
 
 The emulation follows Warmup-Stable-Merge (arXiv:2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints of a
-run with a constant learning rate, and g_i the sum of the run's updates between theta_{i-1} and theta_i. A weighted mean
-of the checkpoints scales these updates:
+run with a constant learning rate, and let g_i be the sum of the run's updates between theta_{i-1} and theta_i. A
+weighted mean of the checkpoints with the weights c_j scales these updates by w_i:
 
     sum_j c_j theta_j = theta_0 + sum_i w_i g_i    with    w_i = c_i + c_{i+1} + ... + c_k    and    sum_j c_j = 1
 
-A run that decays from theta_0 on scales each update by the ratio of its learning rate to the constant learning rate.
-Therefore w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i. The checkpoint weights are
+If the learning rate decayed from theta_0 on, each update would be scaled by the ratio of the decayed to the constant
+learning rate. Therefore w_i is chosen as the mean of this ratio over the updates between theta_{i-1} and theta_i. The
+checkpoint weights are
 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
 The merged weights equal the decayed run's weights under two conditions. First, updates are proportional to the learning
-rate and independent of the weights. Second, either the ratio of the learning rates or the update is constant between
-two consecutive checkpoints. If these conditions do not hold, the merged weights approximate the decayed run's weights.
+rate and independent of the weights. Second, between two consecutive checkpoints, either the ratio of the learning rates
+or the update is constant. If these conditions do not hold, the merged weights approximate the decayed run's weights.
 The approximation ignores that a decayed run computes different gradients, and that momentum delays updates.
 """
 
@@ -32,7 +33,7 @@ STYLES = tuple(WSD_ANNEAL)
 """Permitted decay shapes, which are the values of --lr-wsd-decay-style."""
 
 TOLERANCE = 1e-6
-"""Largest permitted deviation of the sum of weights from 1."""
+"""Maximum permitted deviation of the sum of the checkpoint weights from 1."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,19 @@ def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool)
 
 
 def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence[int]) -> list[float]:
-    """Return checkpoint weights that emulate a learning rate decay. The run had a constant learning rate; the emulated
-    decay extends from the first to the last checkpoint.
+    """Return checkpoint weights that emulate a learning rate decay. The checkpoints are from a run with a constant
+    learning rate. The emulated decay extends from the first to the last checkpoint.
 
-    The emulated learning rate decays over the samples from the first to the last checkpoint, as if
-    --lr-wsd-decay-samples were this number of samples. As in training, the learning rate of an update depends on the
-    number of samples before the update. The formula is in the docstring of this module.
+    The emulated decay is the same as if --lr-wsd-decay-samples were the number of samples between the first and the
+    last checkpoint. As in training, the learning rate of an update depends on the number of samples before the update.
+    The formula is in the docstring of this module.
 
     Args:
         positions: Number of samples or iterations at which each checkpoint was saved, in increasing order.
         iterations: Number of updates before each checkpoint, in increasing order.
 
     Returns:
-        One weight per checkpoint. The weights are not negative and sum to 1.
+        One weight per checkpoint. The weights are non-negative and sum to 1.
     """
     first, last = positions[0], positions[-1]
     length = ScheduleLength(warmup=0.0, decay=last, anneal=last - first, total=last)

@@ -1,5 +1,5 @@
-"""Conversion source that is the weighted mean of several models. Only one model's copy of a tensor is read at a
-time."""
+"""Conversion source that provides the weighted mean of several models. The models' copies of a tensor are read one
+after the other."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class Part:
 class MergedSource(Source):
     """Conversion source that returns the weighted mean of models with equal configurations.
 
-    The tensors of the models are added in the order of `parts`, and the sum is rounded once. The sum is in fp64 if a
-    model stores the tensor in fp64, and otherwise in fp32. For each tensor, a process holds only the sum and the tensor
-    of one model in memory, regardless of the number of models. If the run trained in 16-bit precision, the optimizer's
-    fp32 weights are averaged instead of the 16-bit weights. The configuration and the progress are taken from the last
-    model whose checkpoint records its progress. If no checkpoint records its progress, the last model's configuration
-    is used. The tokenizer files are taken from the last model that has tokenizer files.
+    The tensors of the models are added in the order of `parts`, and only the sum is rounded to the output dtype. The
+    sum is computed in fp64 if a model stores the tensor in fp64, and otherwise in fp32. For each tensor, a process
+    holds only the sum and the tensor of one model in memory, regardless of the number of models. If the run trained in
+    16-bit precision, the optimizer's fp32 weights are averaged instead of the 16-bit weights. The configuration and the
+    progress are taken from the last model whose checkpoint records its progress. If no checkpoint records its progress,
+    the last model's configuration is used. The tokenizer files are taken from the last model that has tokenizer files.
 
-    Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
+    The constructor raises ValueError if the parts are different models. Reading a tensor raises ValueError if it
+    contains NaN or infinite values.
     """
 
     def __init__(self, parts: Sequence[Part], merged: dict[str, object], with_state: bool) -> None:
@@ -66,8 +67,8 @@ class MergedSource(Source):
             yield f"not all models have {few(lost, 3)}; these tensors are initialized as in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """Return `wanted`. If `wanted` is None, return the dtype that results from type promotion of the models'
-        dtypes."""
+        """Return `wanted`. If `wanted` is None, promote the dtypes in which the models store the parameter, and return
+        the promoted dtype."""
         return wanted or reduce(torch.promote_types, (part.source.dtype(name, None) for part in self.parts))
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
@@ -79,8 +80,8 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """Return the weighted sum of the models' tensors named `name`. `reads` contains one function per model, which
-        reads the model's tensor."""
+        """Return the weighted sum of the models' tensors named `name`. `reads` contains one function per model. The
+        function reads the model's tensor."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()
@@ -96,7 +97,7 @@ class MergedSource(Source):
             part.source.check_data()
 
     def training(self) -> TrainingState | None:
-        """Return the mean of the optimizer states, together with the last model's training progress. Returns None if
+        """Return the mean of the optimizer states, together with the last model's training progress. Return None if
         only weights are merged."""
         if not self.with_state:
             return None
@@ -132,7 +133,7 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def _refuse_not_finite(tensor: Tensor, name: str, path: PurePath) -> None:
-    """Raise ValueError for NaN or infinite values. The check makes no copy of the tensor."""
+    """Raise ValueError if a tensor contains NaN or infinite values. The check does not copy the tensor."""
     if not tensor.numel():
         return
     least, largest = (float(end) for end in tensor.aminmax())
@@ -165,7 +166,7 @@ def _other_tensors(one: Part, two: Part) -> Iterator[str]:
 
 def _other_fields(one: Part, two: Part) -> list[str]:
     saved, run = one.source.config, two.source.config
-    ignored = free_choices(saved) | WITH_PARAMETERS  # parameters are compared elsewhere
+    ignored = free_choices(saved) | WITH_PARAMETERS  # `_other_tensors` compares the parameters
     return changed_fields(saved, run, EXTENSION_SECTIONS, ignored, (f"in {one.path.name}", f"in {two.path.name}"))
 
 

@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 
 @contextmanager
 def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
-    """Context manager that yields a local folder, into which the `with` block writes its output. The local folder is
-    `output` itself if `output` is local. If `output` is remote, the local folder is a temporary folder, which is
-    uploaded if the block succeeds.
+    """Context manager that yields a local folder, into which the `with` block writes its output. If `output` is local,
+    the yielded folder is `output` itself. If `output` is remote, the yielded folder is temporary, and is uploaded to
+    `output` if the block succeeds.
 
     Raises ValueError if `output` cannot be written. Also raises ValueError if `output` exists, unless `output` is a
     model and `force` permits replacing it.
@@ -45,7 +45,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
 
 
 def upload(folder: Path, final: PurePath) -> None:
-    """Upload a folder. If the upload fails, raises OSError and leaves no copy."""
+    """Upload a folder. Raises OSError if the upload fails; no partial copy remains in this case."""
     storage = storage_of(final)
     storage.begin(final, keeps_names=True)
     try:

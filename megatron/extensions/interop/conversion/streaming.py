@@ -23,11 +23,12 @@ from megatron.core.torch_private import wrapper_tensor
 from megatron.extensions.interop.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
-"""File size in bytes above which the writer starts a new file. Several ranks can read separate files in parallel."""
+"""File size in bytes above which the writer starts a new file. The output is split into several files so that ranks can
+read them in parallel."""
 
 
 AHEAD_BYTES = 1 << 30
-"""Size limit in bytes for reading a tensor while the previous tensor is written."""
+"""Size limit in bytes for prefetching: only tensors up to this size are read while the previous tensor is written."""
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -36,9 +37,9 @@ Key = TypeVar("Key", bound=Hashable)
 def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
     """Call functions in order and yield their results, while a thread computes the next result.
 
-    Each entry of `jobs` is a pair: the size in bytes of the function's result, and the function. A result larger than
-    AHEAD_BYTES is computed only when it is requested. If a function raises an exception, the iterator raises the
-    exception in place of the function's result.
+    Each entry of `jobs` is a pair (size, function), where size is the number of bytes of the function's result. A
+    result larger than `AHEAD_BYTES` is not computed before it is requested. If a function raises an exception, the
+    iterator raises this exception when the result is requested.
     """
     with ThreadPoolExecutor(1, "made-ahead") as pool:
         waiting: Future[T] | None = None
@@ -51,7 +52,7 @@ def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
 
 
 class StreamingWriter(DataWriter):
-    """Writer that limits the sizes of files. While one tensor is written, the next tensor is read."""
+    """Checkpoint writer that limits the size of each file. While one tensor is written, the next tensor is read."""
 
     file_bytes = FILE_BYTES
 
@@ -60,12 +61,12 @@ class StreamingWriter(DataWriter):
 
 
 class StreamedTensor(ShardedBoxes):
-    """Tensor to save, whose slices are computed only when the writer writes them.
+    """Tensor to save, whose values are not computed before the writer writes them.
 
-    `make` returns the complete tensor. `parts` is an alternative to `make` if this process writes only some entries
-    along the first dim. `parts` maps the index of each entry to a function that returns the entry.
+    `make` is a function that returns the complete tensor. If this process writes only some entries along the first dim,
+    pass `parts` instead of `make`. `parts` maps the index of each such entry to a function that returns the entry.
 
-    Save the tensor with a writer that frees tensors after writing them, as in
+    Save the tensor with a writer that frees tensors after writing them, for example with
     `storage.save(..., writer=StreamingWriter)`.
     """
 
@@ -116,8 +117,8 @@ class Made:
         return prod(self.shape) * self.dtype.itemsize
 
     def counted(self, written: Written) -> Callable[[], Tensor]:
-        """Return a function that reads the tensor. Before reading, the function calls `written` with the size of the
-        tensor in bytes."""
+        """Return a function that reads the tensor. To report progress, the function first calls `written` with the size
+        of the tensor in bytes."""
 
         def make() -> Tensor:
             written(self.nbytes)

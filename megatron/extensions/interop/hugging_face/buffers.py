@@ -1,4 +1,4 @@
-"""Buffers that Hugging Face files contain in addition to weights. The values of buffers are computed from the model's
+"""Buffers that Hugging Face files contain in addition to weights. Their values are computed from the model's
 configuration."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Buffer = tuple[TensorSpec, Callable[[], Tensor]]
 
 
 def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Yield the names and values of the buffers that files of the family `model_type` contain."""
+    """Yield the name and the `Buffer` of each buffer that files of the family `model_type` contain."""
     if model_type == "minimax":
         yield from _lightning_decays(config, dtype)
     if model_type == "longcat_flash":
@@ -44,7 +44,7 @@ def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator
 
 
 def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Yield the names and values of the gate and up weights of LongCat-Flash's zero-computation experts.
+    """Yield the name and the `Buffer` of each gate and up weight of LongCat-Flash's zero-computation experts.
 
     The weights are zeros. The transformers class does not use these weights, but refuses files that lack them.
     """

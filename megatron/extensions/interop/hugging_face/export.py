@@ -4,7 +4,8 @@ continues.
     python -m megatron.extensions.interop.hugging_face.export CHECKPOINT OUTPUT \\
         [--extension FILE.py] [--hf-family NAME|FILE]
 
-converts a checkpoint that is complete on disk. An export therefore costs training only disk bandwidth and CPU time.
+converts a checkpoint that is complete on disk. An export therefore takes only disk bandwidth and CPU time from
+training.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ExportProcess:
 
     def __init__(self, checkpoint: PurePath, output: PurePath, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
-        # Use a file, because training does not read the output continuously and a pipe could become full.
+        # The output is written to a file, because training does not read it continuously, and a pipe could become full.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
         fd = self._counts.fileno()
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -103,7 +104,7 @@ class ExportProcess:
 class HFExporter:
     """Queue of exports on one rank. The exports run one after another.
 
-    `held` lists the checkpoints that must not be deleted.
+    `held` lists the checkpoints that must not be deleted, because they have not been exported yet.
     """
 
     doing = "exporting to Hugging Face"
@@ -128,8 +129,9 @@ class HFExporter:
     def poll(self, wait: bool = False) -> list[str]:
         """Start the next export if the previous one has ended.
 
-        Returns one line for each export that ended. The notes of a successful export follow its line, except for notes
-        that an earlier export already printed. If `wait` is True, returns after all exports have ended.
+        Return one line for each export that ended. After a successful export, the line is followed by the export's
+        notes, except for notes that an earlier export already returned. If `wait` is True, wait until all exports have
+        ended.
         """
         lines: list[str] = []
         while self._waiting or self._running is not None:
@@ -160,15 +162,15 @@ class HFExporter:
 
 
 class HFExports(Callback):
-    """Callback that starts exports during a run."""
+    """Callback that exports checkpoints of the run to Hugging Face folders."""
 
     def exporter(self, held: list[PurePath]) -> HFExporter:
         return HFExporter(self.config, held)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export one checkpoint with the extensions and families of its run. An existing export is replaced. Returns the
-    exit code."""
+    """Export one checkpoint. The arguments name the extensions and custom families that its run used. An existing
+    export is replaced. Return the exit code."""
     load()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("checkpoint")

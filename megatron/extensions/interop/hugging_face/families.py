@@ -37,7 +37,8 @@ class Rule:
 
 
 class Adapter(ABC):
-    """Base class of adapters, which read and write config.json keys with special rules; see `adapters`."""
+    """Base class of adapters, which read and write config.json keys that a family's tables cannot translate; see
+    `adapters`."""
 
     @abstractmethod
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
@@ -83,12 +84,11 @@ class Family:
     """
 
     class_names: Mapping[str, str] = field(default_factory=dict)
-    """Maps keys that the family's transformers class names differently to the key names that the family's tables
-    use."""
+    """Maps key names of the family's transformers class to the names of these keys in the family's tables, for keys
+    whose names differ."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """Maps config.json keys to their supported values. When config.json is written, the first supported value of each
-    key is used."""
+    """Maps config.json keys to their supported values. Exports write the first supported value of each key."""
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Name suffixes of tensors that are not weights."""
@@ -101,7 +101,8 @@ class Family:
     """Quantization methods whose weights can be read, named as in config.json."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Maps a part of a tensor name that some files spell differently to the spelling in the family's rules."""
+    """Maps alternative spellings of parts of tensor names, which occur in some files, to the spellings in the family's
+    rules."""
 
     left_out: Sequence[str] = ()
     """Name prefixes of tensors to ignore, because the transformers model class has no modules for these tensors."""
@@ -110,7 +111,8 @@ class Family:
     """Maps alternative spellings of config.json keys to the spellings that the family's tables use."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
-    """Maps the usual name of a config.json key with special rules to the key's name in this family."""
+    """Maps the names under which this program's code refers to config.json keys to the names of these keys in this
+    family, for keys whose names differ."""
 
     multi_token: Sequence[Rule] = ()
     """Rules for the weights of multi-token prediction modules. The sequence is empty if the family's files contain no
@@ -121,29 +123,34 @@ class Family:
     copy."""
 
     multi_token_key: str | None = None
-    """Key with the number of multi-token prediction modules."""
+    """Key of config.json that contains the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that config.json exports omit. These keys only matter when a config.json that lacks newer keys is read."""
+    """Keys that are read but never written to a config.json. They only matter for an older config.json that lacks newer
+    keys."""
 
     layers_each: int = 1
-    """Number of layers in this program's model for each layer that config.json counts."""
+    """Number of layers in this program's model that correspond to one layer in config.json."""
 
     windows_below: str | None = None
-    """Key that gives the first layer without a sliding window. The key is read only if config.json does not list the
-    layer kinds."""
+    """Key of config.json that contains the number of the first layer without a sliding window. The key is read only if
+    config.json does not list the layer kinds."""
 
     window_groups: int = 1
-    """Number of key/value heads in sliding-window layers, divided by the number of key/value heads in other layers."""
+    """Ratio of the number of key/value heads in layers with a sliding window to the number of key/value heads in other
+    layers."""
 
     earlier_tokens: str | None = None
-    """Key that gives the sliding-window size without the current token, which is --window-size minus one."""
+    """Key of config.json that contains the sliding-window size without the current token. This size is --window-size
+    minus one."""
 
     width_without_experts: str | None = None
-    """Key with the MLP width of models without experts. In MoE models, this key contains the shared expert's width."""
+    """Key of config.json that contains the MLP width of models without experts. In MoE models, this key contains the
+    shared expert's width instead."""
 
     adapters: Sequence[Adapter] = ()
-    """Adapters that read and write keys with special rules, in the order in which they are called.
+    """Adapters that read and write keys which the family's tables cannot translate, in the order in which they are
+    called.
 
     In a family file, adapters are listed by their names in `config_json.adapters.ADAPTERS`. The entry "like" inserts
     the adapters of the base that the file extends.
@@ -153,9 +160,9 @@ class Family:
     """True if an adapter reads the rotary settings, so that `rotary_from_hf` is not called."""
 
     rotary_layers: str = "all"
-    """Which layers have a rotary embedding. "all" means all layers, and "windows" means only layers with a sliding
-    window. "windows, if any" means the same as "windows" if the model has layers with a sliding window, and otherwise
-    all layers."""
+    """Rule that selects the layers with a rotary embedding. "all" selects all layers, and "windows" selects only layers
+    with a sliding window. "windows, if any" is the same as "windows" if the model has layers with a sliding window, and
+    otherwise the same as "all"."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     """Maps a config.json key to another key that must have the same value if config.json contains both."""
@@ -176,10 +183,10 @@ class Family:
     kind."""
 
     first_layer_types: Sequence[str] = ()
-    """Layer kinds that the first layers always have, whatever `layer_types` in config.json says."""
+    """Layer kinds that the first layers always have, regardless of `layer_types` in config.json."""
 
     last_layer_type: str | None = None
-    """Layer kind that the last layer always has, whatever `layer_types` in config.json says."""
+    """Layer kind that the last layer always has, regardless of `layer_types` in config.json."""
 
     needed_layer_type: str | None = None
     """Layer kind that must occur at least once. If no layer has this kind, the last layer is changed to it."""
@@ -222,8 +229,8 @@ def usual_names(family: Family) -> dict[str, str]:
 
 
 def by_precedence(given: Iterable[str], family: Family) -> list[str]:
-    """Sort the keys of a config.json by increasing precedence. If two keys set the same value, the later key takes
-    effect.
+    """Sort the keys of a config.json by increasing precedence. If two keys specify the same setting, the later key
+    takes effect.
 
     Alternative key names come last, because the transformers classes give them precedence over the usual key names.
     """

@@ -1,10 +1,10 @@
-"""Reader of Hugging Face families, in the folder `families` and in user files (--hf-family). This module does not
-import torch.
+"""Reader of the files that describe Hugging Face families. The files are in the folder `families`, or are files of the
+user (--hf-family). This module does not import torch.
 
 The file NAME.json describes the `model_type` NAME. The file contains keys of `Family` and the rules for the family's
-weights. A file with the key `like` extends another family or a base. Raises ValueError if a key is unknown, if a value
-has the wrong type, or if a name is unknown. The message is one line that states the file, the key and the rule. If a
-family file lists the supported values of a key, the first value is the default.
+weights. A file with the key `like` extends another family or a base. Readers raise ValueError if a key is unknown, if a
+value has the wrong type, or if a value refers to an unknown name. The message is one line that states the file, the key
+and the rule. If a family file lists the supported values of a key, the first value is the default.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 
 
 def missing_part(kind: str, name: object) -> str | None:
-    """Return the unsupported model part that a family or setting needs; None if the family or setting is unknown.
+    """Return the name of the model feature that a family or setting needs and that this program does not support.
+    Return None if no such feature is known.
 
     `kind` is "families" if `name` is a `model_type`, and "settings" if `name` is a config.json key.
     """
@@ -206,8 +207,8 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
     """Merge a family's table with its base. The key `like` names the base; a table without this key is returned
-    unchanged. A key or field that the table defines no longer has the base's fixed value. The table also overrides
-    defaults of the base's configuration class.
+    unchanged. If the table defines a key or field, the base's tables `only` and `fixed` no longer apply to it. The
+    table also overrides defaults of the base's configuration class.
     """
     own = dict(table)
     like = own.pop("like", None)

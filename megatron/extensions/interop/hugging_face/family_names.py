@@ -22,7 +22,8 @@ ALIKE = 0.85
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a message suffix with the most similar known name; empty if no known name is similar."""
+    """Return a message suffix that suggests the most similar known name. The suffix is empty if no known name is
+    similar."""
     close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; nearest: {close[0]}" if close else ""
 
@@ -37,8 +38,8 @@ def config_keys(table: Mapping[str, Any]) -> set[str]:
 
 
 def parameters(weights: Iterable[str]) -> set[str]:
-    """Return `weights`, the parameter names in weights tables, with all possible endings. If a name ends in `weight`,
-    `bias` or `*`, it is returned with each of these endings; `*` stands for both weight and bias."""
+    """Return the parameter names in weights tables with all possible endings. A name that ends in `weight`, `bias` or
+    `*` is returned with each of these three endings; `*` means both weight and bias."""
     found = set[str]()
     for name in weights:
         stem, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Source and target of conversions for Hugging Face folders.
+"""Conversion source and target for Hugging Face folders.
 
 `compare_logits` checks a conversion: it compares the fp32 logits of the transformers model and of the checkpoint.
 """
@@ -135,7 +135,7 @@ class HFTarget(Target):
         return self.source.dtype(placement.meta.name, self.options.dtype)
 
     def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
-        """Convert a parameter or state to Hugging Face tensors."""
+        """Read the parameter or state of `placement` and convert it to Hugging Face tensors."""
         if placement.state_dtype is None:
             return placement.to_theirs(self.source.read(placement.meta.name, self.options.dtype))
         return placement.to_theirs(self.source.read_state(placement.meta, self._dtype(placement)))
@@ -172,10 +172,9 @@ class HFTarget(Target):
 
 
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
-    """Select the family of an export. Returns the family, and a notice if the family differs from the model's origin. A
-    requested family takes precedence. Without a request, the family of the model's origin is selected if that family
-    can still express the model. If this family cannot express the model, the first family that can express it is
-    selected.
+    """Return the family of an export, and a notice if this family differs from the model's origin. A requested family
+    takes precedence. Without a request, the family of the model's origin is selected, provided that it can still
+    express the model. Otherwise, the first family that can express the model is selected.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
@@ -211,8 +210,8 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Return the ids of the tokens that begin, end and pad a text. If the tokenizer cannot be read, also return a
     message for the user.
 
-    An unknown token id is returned as None. No key is omitted: for a missing key, transformers would use the default of
-    its configuration class, which may be a different token.
+    The value of an unknown token id is None. Its key is not omitted, because transformers would use the default of its
+    configuration class for a missing key, and this default may be a different token.
     """
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:

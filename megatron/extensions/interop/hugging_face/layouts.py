@@ -37,8 +37,8 @@ class Layout:
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
     def of_layer(self, number: int) -> Layout:
-        """Return the layout of the parameter in layer `number`. It differs from `self` if one Hugging Face tensor
-        contains the parameters of all layers."""
+        """Return the layout of the parameter in layer `number`. The result differs from `self` only if one Hugging Face
+        tensor contains the parameters of all layers."""
         return self
 
 
@@ -71,12 +71,12 @@ class Pieces(Layout):
     proportion to `counts`. None if each piece is a separate tensor."""
 
     sections: int | None = None
-    """Number of pieces that are concatenated in the first Hugging Face tensor, if every further tensor contains a
-    single piece. None if all pieces are in one tensor."""
+    """Number of pieces that are concatenated in the first Hugging Face tensor; every other tensor contains a single
+    piece. None if all pieces are concatenated in one tensor."""
 
     may_be_thirds: bool = False
-    """True if files may also contain the same rows in tensors of equal size. transformers writes such files when it
-    divides a fused tensor into equal parts."""
+    """True if some files divide the rows of these tensors equally among the tensors, and not according to `counts`.
+    transformers writes such files when it divides a fused tensor into equal parts."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
@@ -110,9 +110,8 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Read the part of a piece that lies in `box`, a slice of the piece. If a dim of the Hugging Face tensor
-        consists of several axes, only the required range of the outermost axis is read. The other axes are sliced after
-        reading."""
+        """Read the slice `box` of a piece. If a dim of the Hugging Face tensor consists of several axes, only the
+        required range of the outermost axis is read. The other axes are sliced after reading."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -233,10 +232,11 @@ class StackedExperts(Layout):
 
 @dataclass(frozen=True)
 class OneOfThree(Layout):
-    """Layout of a parameter with a single element that is stored in a Hugging Face tensor of three elements.
+    """Layout of a parameter with a single element. A Hugging Face tensor of three elements contains this parameter and
+    two other parameters.
 
-    The other two elements store other parameters. When files are written, each parameter contributes a tensor in which
-    the elements of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
+    When files are written, each parameter contributes a tensor in which the elements of the other parameters are -0.0.
+    The contributions are summed; adding -0.0 changes no number.
     """
 
     place: int
@@ -251,13 +251,14 @@ class OneOfThree(Layout):
 @dataclass(frozen=True)
 class RowsOfEachHead(Layout):
     """Layout of a parameter that consists of some rows of each attention head in a Hugging Face tensor. The remaining
-    rows of the Hugging Face tensor store other parameters. When files are written, each parameter contributes a tensor
-    in which the rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
+    rows of the Hugging Face tensor contain other parameters. When files are written, each parameter contributes a
+    tensor in which the rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no
+    number.
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
-    """Function that returns how many rows each head has before this parameter, for this parameter, and after this
-    parameter."""
+    """Function that returns three numbers of rows per head: the rows before this parameter, the rows of this parameter,
+    and the rows after this parameter."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         before, _, after = self.rows(config)

@@ -1,8 +1,8 @@
-"""Layouts that Hugging Face family files can name, grouped by subject.
+"""Layouts that Hugging Face family files can select by name, grouped by subject.
 
-For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names the layout
-QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. A bias uses the
-same layout as the weight of its linear layer, but lacks the weight's last dims.
+For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table selects the
+layout QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. A bias
+uses the same layout as the weight of its linear layer, but lacks the weight's last dims.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def _attention_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_group(*tensors: str) -> Callable[[TransformerConfig], list[int]]:
-    """Return a function that returns the number of heads per query group in each of `tensors`. A tensor "q" has all
-    query heads of the group, a tensor "pairs" has twice as many heads, and any other tensor has one head."""
+    """Return a function that returns the number of heads per query group in each of `tensors`. A tensor "q" contains
+    all query heads of the group, a tensor "pairs" contains twice as many heads, and any other tensor contains one
+    head."""
     numbers = {"q": 1, "pairs": 2}
     return lambda config: [numbers.get(each, 0) * config.queries_per_group or 1 for each in tensors]
 

@@ -115,11 +115,11 @@ IDLE = {
     *("transformers_weights", "layer_types", "output_attentions"),
 }
 """Keys of config.json that are known for every family, so that the tables of a family need not contain them. Some of
-the keys do not describe the model; the others are read in the same way for all families."""
+the keys do not describe the model. The other keys are read in the same way for all families."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
-"""Keys that only older config.json files contain, for families that now use the key `compress_rates`."""
+"""Keys that occur only in older config.json files of families that now use the key `compress_rates`."""
 
 
 WRITTEN: Mapping[str, Callable[[Values], object]] = {
@@ -212,8 +212,8 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Yield an error message if settings of individual layers contradict the settings of the whole model. Some
-    transformers classes write both to config.json."""
+    """Yield an error message for each setting of an individual layer that contradicts the settings of the whole model.
+    Some transformers classes write both kinds of settings to config.json."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):
@@ -340,8 +340,8 @@ def product_of(hf: Values, powers: Mapping[str, float]) -> float | None:
 
 
 def _power(value: float, power: float) -> float:
-    """Return `value` to the power `power`. For a power of -0.5, divide by the square root as the transformers classes
-    do, so that the result is rounded equally."""
+    """Return `value` to the power `power`. For a power of -0.5, divide 1 by the square root, so that the result is
+    rounded in the same way as in the transformers classes."""
     return float(1 / math.sqrt(value)) if power == -0.5 else value**power
 
 

@@ -1,4 +1,5 @@
-"""Safetensors files: checks of headers, reads of slices, and a writer of one tensor at a time.
+"""Reader and writer of safetensors files. The reader validates headers and reads slices of tensors. The writer writes
+one tensor at a time.
 
     8 bytes   length n of the header, little-endian
     n bytes   header, JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, counted from the header's end
@@ -176,7 +177,7 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         at = 0
-        # Every tensor is aligned to its element size, because tensors with the widest elements come first.
+        # Tensors with the widest elements come first, so that every tensor is aligned to its element size.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             self._starts[name] = at
             offsets = [at, at + spec.nbytes]

@@ -42,17 +42,17 @@ class Placement:
     """Dtype of an untrained state; None for a parameter."""
 
     def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Convert the parameter to Hugging Face tensors, in the order of `theirs`."""
+        """Convert the parameter to Hugging Face tensors, in the order of the names in `theirs`."""
         return self.layout.theirs(self.config, parameter)
 
 
 class HFWeights:
-    """Reader that assembles this program's parameters from Hugging Face tensors. A call reads one parameter or a slice
-    of one parameter.
+    """Reader that assembles this program's parameters from Hugging Face tensors. Each call of `read` returns one
+    parameter or a slice of one parameter.
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
-    mismatches. The number of multi-token prediction modules in the files may differ from the number in the model.
-    Modules that the files or the model lacks are not read.
+    mismatches. The number of multi-token prediction modules in the files may differ from the number in the model. Only
+    modules that exist in both are read.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -107,7 +107,7 @@ class HFWeights:
         return []
 
     def dtypes(self, name: str) -> set[torch.dtype]:
-        """Return the set of stored dtypes of a parameter's tensors."""
+        """Return the set of dtypes in which the Hugging Face tensors of a parameter are stored."""
         return {self._tensors[part].dtype for part in self.placements[name].theirs}
 
     def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -121,10 +121,10 @@ class HFWeights:
         return placement.layout.part(placement.config, tensors, box or whole)
 
     def check_copies(self) -> None:
-        """Raise ValueError if the files contain two versions of tied weights that differ.
+        """Raise ValueError if the files contain several copies of tied weights and the copies differ.
 
         Files may contain a copy of the embedding as the output head, and copies of the embedding or the output head in
-        multi-token prediction modules. To compare them, this method reads the copies and the original tensors.
+        multi-token prediction modules. This method reads the copies and the original tensors to compare them.
         """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
@@ -138,8 +138,8 @@ class HFWeights:
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """Return a parameter's tensors as views of the expected sizes, if the files divide the same rows into tensors of
-    equal size. If the files store the rows in any other way, return an empty dict."""
+    """Return views with the expected numbers of rows, if the files divide the rows of a parameter's tensors equally
+    among the tensors. If the files store the rows in any other way, return an empty dict."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -203,8 +203,8 @@ class _Converted:
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
     """Return, for each parameter and state of a model, the Hugging Face tensors that store it. Multi-token prediction
-    modules are omitted if the family does not support them. Raises ValueError if the family has no tensors for any
-    other parameter of the model.
+    modules are omitted if the family does not support them. Raises ValueError if the family has no tensor for one of
+    the remaining parameters or states.
     """
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}

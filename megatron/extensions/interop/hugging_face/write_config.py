@@ -188,8 +188,8 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Return a description of each router and each residual stream that an extension adds to every model, whatever the
-    model's flags. A config.json cannot express these routers and residual streams."""
+    """Return a description of each router and each residual stream that an extension adds to every model, regardless of
+    the model's flags. A config.json cannot express these routers and residual streams."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}
@@ -344,7 +344,7 @@ def settings_of(config: TransformerConfig) -> Fields:
     rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)
     if not rotary:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
-    idle = ["swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
+    idle = ["swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # these determine `activation_func`
     idle += training_only()
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int")

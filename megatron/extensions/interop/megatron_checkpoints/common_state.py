@@ -94,8 +94,8 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def update_count(optimizer: object) -> int | None:
-    """Return the number of optimizer updates, which is the value of every key `step` or `common_step` at any depth.
-    Returns None if there is no key `step` or `common_step`. Raises ValueError if the keys `step` and `common_step` have
+    """Return the number of optimizer updates. All keys `step` and `common_step` in the nested optimizer state must have
+    this value. Returns None if there is no key `step` or `common_step`. Raises ValueError if two of these keys have
     different values."""
     counts: set[int] = set()
 
@@ -117,10 +117,12 @@ def update_count(optimizer: object) -> int | None:
 
 
 def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
-    """Return the state of the fp16 loss scaler under this program's names; empty if there is no loss scaler.
+    """Return the state of the fp16 loss scaler, keyed by this program's names. The dict is empty if there is no loss
+    scaler.
 
     Megatron-LM divides the loss by `samples`, the number of samples in a replica's batch, before the backward pass.
-    This program divides the gradients after the backward pass, so its loss scale is smaller by this factor.
+    This program divides the gradients after the backward pass, so its loss scale is Megatron-LM's loss scale divided by
+    `samples`.
     """
     for each in optimizer.values() if isinstance(optimizer, dict) else optimizer if isinstance(optimizer, list) else ():
         if isinstance(each, dict) and (found := loss_scaler_of(each, samples)):

@@ -57,8 +57,8 @@ class Layout:
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
-        """Return the parallel sizes in the arguments. Sizes that the arguments do not contain are assumed to be 1.
-        Raises ValueError if a size is invalid."""
+        """Read the parallel sizes from Megatron-LM's arguments. Sizes that the arguments do not contain are assumed to
+        be 1. Raises ValueError if a size is invalid."""
         tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
         given = {
             "tp": tp,
@@ -96,9 +96,9 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, the folder for a
-        combination of a TP rank and an EP rank may be missing, provided that the names of other folders contain both
-        ranks."""
+        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, not every
+        combination of a TP rank and an EP rank needs a folder. In this case, it is sufficient that each TP rank and
+        each EP rank occurs in the name of a folder."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks

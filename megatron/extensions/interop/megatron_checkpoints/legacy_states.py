@@ -3,7 +3,7 @@
 Non-distributed optimizers store the states of a parameter under the parameter's number in `param_groups`, as
 torch.optim does. The distributed optimizer stores flat fp32 tensors in `distrib_optim.pt`: for each parameter buffer,
 one tensor per kind of state. Parameter groups and buffers have the order of the model's parameters, so the position of
-a state determines its name. The number of states and the shapes of the states are checked.
+a state determines the parameter to which it belongs. The number of states and their shapes are checked.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
 lists the arguments that need a conversion. Its table `also` maps arguments to fields with a different name. `refused`
-lists arguments that request model parts that this program does not support. `lacking` lists model fields that
+lists arguments that request model features which this program does not support. `lacking` lists model fields that
 Megatron-LM lacks, so that only their defaults can be expressed. `written` lists argument values that every written
-checkpoint contains, whatever the configuration.
+checkpoint contains, regardless of the configuration.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HASHED = "moe_n_hash_layers"
 
 
 def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
-    """Return the configuration of a run with these arguments. Raises ValueError if this program does not support the
-    model.
+    """Return the configuration of a run that Megatron-LM started with the arguments `args`. Raises ValueError if this
+    program does not support the model.
 
     If `padding_counts` is True, padding rows of the vocabulary are treated as tokens. The softmax in Megatron-LM's loss
     includes padding rows; this program's softmax includes only tokens. Therefore, `padding_counts` must be True if the
@@ -74,7 +74,7 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
 
 
 def _check(args: Mapping[str, object]) -> None:
-    """Raise ValueError if the arguments request model parts that this program does not support."""
+    """Raise ValueError if the arguments request model features that this program does not support."""
     variant, positions = args.get("experimental_attention_variant"), args.get("position_embedding_type", POSITIONS[0])
     pattern = str(args.get("hybrid_layer_pattern") or "")
     unknown = " ".join(sorted(set(pattern) - LETTERS))
@@ -114,7 +114,7 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
         if modules and isinstance(depths, int) and "/" not in pattern:
             pattern += f"/{modules}" * depths
         found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
-        if hashed := found.get(HASHED):  # here, the number counts all layers; in Megatron-LM, only MoE layers
+        if hashed := found.get(HASHED):  # this program counts all layers, and Megatron-LM only MoE layers
             experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
             found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
     return found | _widths(args)
@@ -210,8 +210,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
 
 
 def unequal_parts(config: RunConfig) -> list[str]:
-    """Return the parts of a model that Megatron-LM's format has no names for, or that Megatron-LM computes
-    differently."""
+    """Return descriptions of the model features for which Megatron-LM's format has no parameter names, or which
+    Megatron-LM computes differently."""
     return [part for part, used in _unequal(config) if used]
 
 

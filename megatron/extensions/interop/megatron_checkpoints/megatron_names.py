@@ -174,7 +174,8 @@ def with_rows(table: Tensor, rows: int) -> Tensor:
 
 
 def _in_layer(name: str) -> tuple[str, int | None, str]:
-    """Split a name into the layer's prefix, the layer's number in the decoder, and the name within the layer."""
+    """Split a parameter name into the prefix of its layer, the number of the layer in the decoder, and the name within
+    the layer."""
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return "", None, name
@@ -282,7 +283,7 @@ class Names:
 
 
 OLD_NAMES = tuple((re.compile(old), new) for old, new in TABLES["older"])
-"""Pairs (pattern, replacement), which rename tensors in checkpoints from before Megatron core."""
+"""Pairs (pattern, replacement) that rename tensors of checkpoints from before Megatron Core."""
 
 
 def current_name(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Megatron-LM's torch_dist checkpoints as a target of conversions. megatron-core can load them under any layout."""
+"""Conversion target that writes Megatron-LM's torch_dist checkpoints. megatron-core can load these checkpoints under
+any parallel layout."""
 
 from __future__ import annotations
 
@@ -219,8 +220,8 @@ def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
-    """Return the state of Megatron-LM's scheduler of learning rate and weight decay. The scheduler counts samples
-    instead of steps."""
+    """Return the state of Megatron-LM's learning rate and weight decay scheduler. This scheduler counts samples instead
+    of steps."""
     options, run = config.optimizer, config.training
     state: dict[str, object] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:

@@ -36,7 +36,7 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Parse the value of a data list flag. Returns a dict that maps fields such as `train_data_path` to their values.
+    """Parse the value of a data list flag. Return a dict that maps fields such as `train_data_path` to their values.
     `value` is either a str, which is the path of a file that contains the list, or a tuple, which is the list
     itself."""
     if not isinstance(value, str):

@@ -19,10 +19,12 @@ from megatron.training.config.reading import FOREIGN_PROGRAMS, known_spelling
 TABLE = Path(__file__).with_name("flags_of_head.txt")
 
 SAME, TRANSLATED = "same", "translated"
-"""Treatments of Megatron-LM flags: accepted as a flag of this program; or translated to other flags."""
+"""Treatments of Megatron-LM flags. A `SAME` flag is also a flag of this program. A `TRANSLATED` flag is translated to
+other flags."""
 
 NO_EFFECT, REFUSED = "no effect", "refused"
-"""Treatments of Megatron-LM flags: accepted without effect, with a notice; or refused, with a reason."""
+"""Treatments of Megatron-LM flags. A `NO_EFFECT` flag is accepted, but only causes a notice. A `REFUSED` flag causes an
+error that states the reason."""
 
 UNKNOWN = "unknown"
 
@@ -32,7 +34,7 @@ EXAMPLES = {"int": "1", "float": "0.5", "bool": "true"}
 
 @dataclass(frozen=True)
 class TheirFlag:
-    """Spelling of a flag in Megatron-LM's parser."""
+    """One spelling of a flag in Megatron-LM's parser, with the properties of the flag."""
 
     name: str
 

@@ -1,5 +1,5 @@
-"""Known differences between the results of Megatron-LM and this program under equal flags. This module does not import
-torch.
+"""Known differences between the results of Megatron-LM and of this program with the same flags. This module does not
+import torch.
 
 The texts are in megatron_differences.toml, in this folder. `--dry-run` and `tools/translate_flags.py` print the
 differences that apply to the flags of a run. `tools/translate_flags.py --list` prints all differences."""
@@ -114,8 +114,8 @@ class Run:
 
     @property
     def validates_at_final_size(self) -> bool:
-        """True if validation uses the same global batch size as training. If the training batch size follows a
-        schedule, the validation batch size is ambiguous."""
+        """True if the run validates and no flag sets a separate global batch size for validation. Validation then uses
+        the batch size of training. This batch size is ambiguous if the training batch size follows a schedule."""
         return bool(self.training.eval_iters) and self.training.eval_global_batch_size is None
 
     # Model

@@ -1,4 +1,5 @@
-"""Interpretation of Megatron-LM's flags that have no field in this program. This module does not import torch.
+"""Interpretation of Megatron-LM's flags that have no configuration field in this program. This module does not import
+torch.
 
 The tables are in megatron_flags.toml, in this folder.
 """
@@ -19,7 +20,7 @@ from megatron.training.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Accepted:
-    """Flag that is accepted without effect."""
+    """Flag of another program that is accepted without effect."""
 
     reason: str
     """Reason why the flag has no effect. The reason is logged."""
@@ -28,15 +29,15 @@ class Accepted:
     """Number of values that the flag accepts; None for any number."""
 
     values: tuple[str, ...] = ()
-    """Values of the flag that have no effect. Any other value of the flag requests the unsupported feature named in
-    `feature`. An empty tuple means that no value has an effect."""
+    """Values of the flag that have no effect. Any other value of the flag requests the unsupported feature `feature`.
+    If the tuple is empty, no value of the flag has an effect."""
 
     feature: str = "something"
 
 
 @dataclass(frozen=True)
 class SameAs:
-    """Flag that is translated to other flags."""
+    """Flag of another program that is translated to flags of this program."""
 
     flags: str
     """Translation of the flag into other flags. `{}` is replaced by the values of the flag."""
@@ -50,9 +51,9 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Flag that has no value itself, but changes another flag from `before` to `after`. The other flag is changed if
-    its value is `before`, whether the user set this value or it is the default. A value other than `before` is kept.
-    The order of the flags is irrelevant."""
+    """Flag that has no value itself, but changes the value of another flag from `before` to `after`. It makes no
+    difference whether the user set the value `before` or `before` is the default. Any other value is kept. The order of
+    the flags is irrelevant."""
 
     flag: str
     before: str

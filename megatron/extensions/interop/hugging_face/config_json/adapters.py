@@ -1,10 +1,10 @@
-"""Adapters for config.json keys with special rules. The file of a family lists its adapters under "adapters". This
-module does not import torch.
+"""Adapters for config.json keys that a family's tables cannot translate. The file of a family lists its adapters under
+"adapters". This module does not import torch.
 
-`read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
-family's names. `read` returns these fields together with the fields that it computes from the adapter's own keys. It
-raises ValueError for unsupported values. `write` receives the config.json keys from the tables, adds the adapter's own
-keys, and returns all of them. Adapters are called in the order in which the family file lists them.
+`read` receives two dicts: the TransformerConfig fields that the family's tables provide, and the values of config.json
+under the family's names. It returns these fields together with the fields that it computes from the adapter's own keys.
+It raises ValueError for unsupported values. `write` receives the config.json keys from the tables, adds the adapter's
+own keys, and returns all of them. Adapters are called in the order in which the family file lists them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 from megatron.extensions.layers.hybrid_layers.flags import EXPERTS
 
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
-"""Maps a layer letter to prefixes of field names. Fields with these prefixes are used only by layers with this
-letter."""
+"""Maps a letter of --hybrid-layer-pattern to prefixes of field names. Only layers with this letter use the fields with
+these prefixes."""
 
 
 class GroupsByTwoExperts(Adapter):
@@ -90,7 +90,8 @@ class GroupsByBestExpert(Adapter):
 
 class FirstLayersDense(Adapter):
     """Adapter for models whose first layers are dense. A config.json either lists the kinds of all layers, or contains
-    an interval N. With an interval, every N-th layer after the dense layers is an MoE layer."""
+    the number of dense layers and, in some families, an interval N. After the dense layers, the layers whose number is
+    a multiple of N are MoE layers; without an interval, all remaining layers are MoE layers."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -114,8 +115,8 @@ class FirstLayersDense(Adapter):
 
 
 class ListedLayersDense(Adapter):
-    """Adapter for the MoE layers of Qwen's models. Every N-th layer is an MoE layer, unless `mlp_only_layers` lists
-    it."""
+    """Adapter for the MoE layers of Qwen's models. Every N-th layer is an MoE layer, except the layers in
+    `mlp_only_layers`."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         dense, step = entries(hf, "mlp_only_layers"), count(hf, "decoder_sparse_step")
@@ -139,7 +140,7 @@ class LayersWithExperts(Adapter):
 
 
 class LinearAttention(Adapter):
-    """Adapter for the pattern of layers with linear attention; see `linear_layers`."""
+    """Adapter for the pattern of layers with linear attention. `linear_layers` describes the config.json keys."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"linear_attention_freq": pattern_text(linear_layers(hf, family), usual=True)}
@@ -169,16 +170,16 @@ class PeriodsOfLayers(Adapter):
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Return the period and the offset that describe which layers are selected. The selected layers are `offset`,
-    `offset` + `period` and so on. The result is wrong if the selected layers are not periodic."""
+    """Return the config.json keys for the period and the offset of the layers that are True in `layers`. These layers
+    must be `offset`, `offset` + `period`, `offset` + 2 * `period` and so on; otherwise, the result is wrong."""
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
 
 
 class RecurrentBlocks(Adapter):
-    """Adapter for RecurrentGemma: a repeating sequence of layer kinds, an embedding scale, and an MLP width that is the
-    sum of the gate and up widths."""
+    """Adapter for RecurrentGemma. It converts a repeating sequence of layer kinds, an embedding scale, and an MLP width
+    that is the sum of the gate and up widths."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
@@ -202,8 +203,8 @@ def _in_bf16(value: float) -> float:
 
 
 class LettersOfLayers(Adapter):
-    """Adapter for the layer pattern of Nemotron-H. It removes the fields and keys of layer kinds that do not occur in
-    the pattern."""
+    """Adapter for the layer pattern of Nemotron-H. It removes fields that belong to layer kinds which do not occur in
+    the pattern, and config.json keys whose value is None."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         letters = text(fields, "hybrid_layer_pattern")
@@ -215,15 +216,16 @@ class LettersOfLayers(Adapter):
 
 
 class SameLetter(Adapter):
-    """Adapter for the layer pattern of Mamba models, in which all layers have the same letter."""
+    """Adapter for the layer pattern of Mamba models. All layers have the same letter."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"hybrid_layer_pattern": text(fields, "hybrid_layer_pattern") * whole(fields, "num_layers")}
 
 
 class WidthToMultiple(Adapter):
-    """Adapter for the MLP width of LFM2, which is computed from the width in config.json. The width is multiplied by
-    2/3 and by a factor, and rounded up to a multiple of `block_multiple_of`."""
+    """Adapter for the MLP width of LFM2. If `block_auto_adjust_ff_dim` is True, the width in config.json is multiplied
+    by 2/3. If `block_ffn_dim_multiplier` is not null, the result is also multiplied by this factor and rounded up to a
+    multiple of `block_multiple_of`."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["block_auto_adjust_ff_dim"]:
@@ -239,8 +241,8 @@ class WidthToMultiple(Adapter):
 
 
 class HeadsByLayer(Adapter):
-    """Adapter for Laguna. Its config.json contains the number of attention heads of each layer; the numbers must be
-    equal in all layers of the same kind."""
+    """Adapter for Laguna. Its config.json lists the number of attention heads of each layer. All layers of the same
+    kind must have the same number of heads."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["num_attention_heads_per_layer"]:
@@ -254,8 +256,8 @@ class HeadsByLayer(Adapter):
 
 
 class RotaryBasesByLayer(Adapter):
-    """Adapter for Granite with sliding windows. Its config.json contains the rotary base of each layer; the bases must
-    be equal in all layers of the same kind."""
+    """Adapter for Granite with sliding windows. Its config.json lists the rotary base of each layer. All layers of the
+    same kind must have the same base."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | bases_from_hf(hf, family) if hf["layer_rope_theta"] else fields
@@ -296,7 +298,7 @@ class LayersWithoutRotary(Adapter):
 
 
 class ChunksAndTemperature(Adapter):
-    """Adapter for Llama 4: chunked attention, and an attention temperature that grows with the position."""
+    """Adapter for Llama 4's chunked attention, and for its attention temperature, which grows with the position."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         temperature = float(number(hf, "attn_scale")) if hf["attn_temperature_tuning"] else 0.0
@@ -313,8 +315,8 @@ class ChunksAndTemperature(Adapter):
 
 
 class SelectingLayers(Adapter):
-    """Adapter for GLM with sparse attention. Some layers select the keys to attend to; the other layers reuse the
-    selection of an earlier layer."""
+    """Adapter for GLM with sparse attention. Some layers select the keys to attend to. The other layers reuse the keys
+    that an earlier layer selected."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | selections_from_hf(hf)
@@ -326,7 +328,7 @@ class SelectingLayers(Adapter):
 
 
 class CompressedAttention(Adapter):
-    """Adapter for DeepSeek-V4: layers with compressed keys, hash-routed layers, and two rotary embeddings."""
+    """Adapter for DeepSeek-V4's layers with compressed keys, layers with hash routing, and two rotary embeddings."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | compressed_from_hf(hf)

@@ -36,7 +36,8 @@ def compressed_from_hf(hf: Values) -> Fields:
 
 
 def _ratios(hf: Values) -> list[object]:
-    """Return the number of tokens per compressed key in each layer, which is 0 for layers without compressed keys."""
+    """Return the number of tokens per compressed key for each layer. The number is 0 for layers without compressed
+    keys."""
     layers = whole(hf, "num_hidden_layers")
     rates = table(hf, "compress_rates") or {SELECTED: 4, COMPRESSED: 128}
     older = {SELECTED: hf.get("compress_rate_csa"), COMPRESSED: hf.get("compress_rate_hca")}
@@ -51,8 +52,8 @@ def _ratios(hf: Values) -> list[object]:
 
 
 def _kinds(hf: Values) -> list[object]:
-    """Return the kind of each layer. The kinds are read from layer_types or, in older files, from compress_ratios.
-    If config.json lacks both keys, the default kinds of the transformers class are returned."""
+    """Return the kind of each layer. Newer files list the kinds in layer_types, and older files in compress_ratios. If
+    config.json lacks both keys, return the default kinds of the transformers class."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")
@@ -61,7 +62,8 @@ def _kinds(hf: Values) -> list[object]:
 
 
 def _hashed_layers(hf: Values) -> int:
-    """Return the number of layers with hash routing, which must be the first layers of the model."""
+    """Return the number of layers with hash routing. Raises ValueError if these layers are not the first layers of the
+    model."""
     if not hf["mlp_layer_types"]:
         usual = whole(hf, "num_hash_layers") if "num_hash_layers" in hf else 3
         return min(usual, whole(hf, "num_hidden_layers"))
@@ -73,8 +75,9 @@ def _hashed_layers(hf: Values) -> int:
 
 
 def _rotated_channels(hf: Values) -> Fields:
-    """Return the fields for the numbers of unrotated and rotated channels of a head. In this program's model, a head
-    consists of a vector that is not rotated and a vector that is fully rotated."""
+    """Return the fields for the number of unrotated channels and the number of rotated channels per head. In this
+    program's model, the query and key of a head are the concatenation of a vector without rotary embedding and a vector
+    to which the rotary embedding is fully applied."""
     width = whole(hf, "head_dim")
     percent = 0.125 if hf.get("qk_rope_head_dim") is None else number(hf, "qk_rope_head_dim") / width
     if hf.get("partial_rotary_factor"):

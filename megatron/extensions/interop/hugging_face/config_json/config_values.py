@@ -40,7 +40,8 @@ def text(values: Values, key: str) -> str:
 
 
 def entries(values: Values, key: str) -> list[object]:
-    """Return the value of a key, which must be a list. The result is empty if the key is null or missing."""
+    """Return the value of a key, which must be a list. The result is empty if the value is null or the key is
+    missing."""
     value = values.get(key)
     if not value:
         return []
@@ -50,7 +51,8 @@ def entries(values: Values, key: str) -> list[object]:
 
 
 def table(values: Values, key: str) -> dict[str, object]:
-    """Return the value of a key, which must be a JSON object. The result is empty if the key is null or missing."""
+    """Return the value of a key, which must be a JSON object. The result is empty if the value is null or the key is
+    missing."""
     value = values.get(key)
     if not value:
         return {}

@@ -9,15 +9,14 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import cou
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 OF_LAYERS = "per_layer_config"
-"""Key of config.json with settings for individual layers. The value of the key maps layer numbers, as strings, to the
-settings of the layers."""
+"""Key of config.json that maps layer numbers, as strings, to settings of individual layers."""
 
 
 class WidthsOfGlobalHeads(Adapter):
-    """Adapter for the head width and the number of query groups in layers without a sliding window. Older files contain
-    the head width and the number of query groups in separate keys. Newer files contain the head width and the number of
-    query groups individually for each layer without a sliding window. This adapter reads the values of the last layer,
-    and `_of_single_layers` checks that the settings of all layers match the result."""
+    """Adapter for the head width and the number of query groups in layers without a sliding window. Older files store
+    these two values under separate keys of config.json. Newer files store them for each layer without a sliding window.
+    This adapter reads the values of the last layer, and `_of_single_layers` checks that all other layers without a
+    sliding window have the same values."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -39,7 +38,7 @@ class WidthsOfGlobalHeads(Adapter):
 
     @staticmethod
     def _of_last(hf: Values, last: int) -> Values:
-        """Return the settings of the last layer, which has no sliding window."""
+        """Return the settings of the last layer. The last layer must not have a sliding window."""
         if hf[OF_LAYERS] is not None:
             given = table(hf, OF_LAYERS)
             return table(given, str(last)) if str(last) in given else {}
@@ -86,8 +85,8 @@ class LayersWithoutKeys(Adapter):
 
 
 class SizeOfLayerEmbeddings(Adapter):
-    """Adapter for the size of Gemma 4's per-layer embeddings, which is 0 if a model has none. The tables of these
-    embeddings have one row per token of the model's vocabulary."""
+    """Adapter for the size of Gemma 4's per-layer embeddings. The size is 0 if a model has no per-layer embeddings. The
+    embedding tables must have one row per token of the model's vocabulary."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         size = whole(hf, "hidden_size_per_layer_input")

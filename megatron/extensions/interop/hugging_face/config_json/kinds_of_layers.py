@@ -24,8 +24,9 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 
 class RotaryOfKinds(Adapter):
-    """Adapter for Command A Vision and Beam. In config.json, the rotary embeddings of layers with and without a sliding
-    window are separate objects. The value null means that layers of this kind have no rotary embedding."""
+    """Adapter for Command A Vision and Beam. Their config.json describes the rotary embedding of layers with a sliding
+    window and of layers without one in two separate objects. If one of these objects is null, the layers of this kind
+    have no rotary embedding."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         given = table(hf, "rope_parameters")
@@ -53,9 +54,9 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return the set of values of `rotated` among the layers of one kind. Each entry of `layers` is a pair of Booleans:
-    whether the layer has a sliding window, and whether it has a rotary embedding (`rotated`). If `local` is True, only
-    layers with a sliding window are considered; otherwise, only layers without one."""
+    """Return the set of values that `rotated` has in the layers of one kind. Each entry of `layers` is a pair (window,
+    rotated): True if the layer has a sliding window, and True if it has a rotary embedding. If `local` is True, only
+    layers with a sliding window are considered; otherwise, only layers without a sliding window."""
     return {rotated for window, rotated in layers if window == local}
 
 

@@ -1,5 +1,5 @@
-"""Conversion of Command A+'s keys in config.json, which select a sum or a mean of shared and routed experts, and
-describe the dense layers before the MoE layers. This module does not import torch."""
+"""Conversion of Command A+'s keys in config.json. The keys select whether shared and routed experts are combined by a
+sum or a mean, and describe the dense layers before the MoE layers. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -84,10 +84,11 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Yield whether each layer has a sliding window, for a config.json that does not list the layers.
+    """Yield one bool per layer: True if the layer has a sliding window. This function is used if config.json does not
+    list the layer kinds.
 
-    Full attention is used in every N-th layer of the first, dense layers, and in every M-th layer of the remaining
-    layers. All other layers have a sliding window.
+    The layers with full attention are every N-th layer among the dense layers at the beginning, and every M-th layer
+    among the remaining layers. All other layers have a sliding window.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

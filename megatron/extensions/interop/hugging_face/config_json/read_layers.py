@@ -1,4 +1,4 @@
-"""Functions that read from a config.json which layers have linear attention, sliding windows, chunked attention,
+"""Functions that determine from a config.json which layers have linear attention, sliding windows, chunked attention,
 experts or rotary embeddings."""
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LINEAR = "linear_attention"
 """Value of layer_types in config.json for a layer with linear attention."""
 
 LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
-"""Maps each layer kind in the layers_block_type of config.json to its letter in --hybrid-layer-pattern."""
+"""Maps each layer kind in `layers_block_type` of config.json to its letter in --hybrid-layer-pattern."""
 
 
 def broken_rule(value: object, hint: object) -> str | None:
-    """Return the rule that a value in config.json violates; None if the value is valid. Sizes must be positive, and
-    other numbers must be at least 0."""
+    """Return the rule that a value in config.json violates. Return None if the value is valid. Sizes must be positive,
+    and other numbers must be at least 0."""
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
@@ -55,7 +55,7 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Return the fields for the number of layers and for the layer pattern, which is written in Megatron-LM's letters.
+    """Return the fields for the number of layers and for the layer pattern. The pattern uses Megatron-LM's letters.
     Older config.json files contain the letters, and newer files list the layer kinds."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
@@ -141,8 +141,9 @@ def windows(hf: Values, family: Family) -> list[bool]:
 
 
 def repeated(groups: Iterable[object], most: int) -> list[object]:
-    """Repeat the kinds of each pair [kinds, times] and return the first `most` layer kinds. For example, [[["global",
-    "local"], 2]] is expanded to global, local, global, local. `times` comes from an untrusted file and may be huge."""
+    """Expand pairs [kinds, times] by repeating `kinds` `times` times, and return the first `most` layer kinds. For
+    example, [[["global", "local"], 2]] is expanded to global, local, global, local. `times` comes from an untrusted
+    file and may be huge."""
     return list(islice(_repeated(groups), most))
 
 
@@ -164,8 +165,8 @@ def listed_layers(
         hf: Values of config.json.
         key: Key that lists the kinds of all layers.
         kinds: The two supported kinds.
-        usual: Function that returns the default for a layer number if the key is missing. The result contains True for
-            layers of the second kind.
+        usual: Function that returns the value for a layer number if config.json lacks the key. True selects the second
+            kind.
     """
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
@@ -210,7 +211,8 @@ def selections_from_hf(hf: Values) -> Fields:
 
 
 def moe_layers_from_hf(hf: Values) -> str:
-    """Return the value of --moe-layer-freq. A config.json either lists the MoE layers, or selects every N-th layer."""
+    """Return the value of --moe-layer-freq. A config.json either lists the MoE layers, or states that every N-th layer
+    is an MoE layer."""
     layers, step = whole(hf, "num_hidden_layers"), count(hf, "interleave_moe_layer_step")
     listed = entries(hf, "moe_layers") if hf["moe_layers"] is not None else range(step - 1, layers, step)
     if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
@@ -226,5 +228,6 @@ def rotated_layers(hf: Values) -> list[bool]:
 
 
 def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
-    """Format a layer pattern as a flag value, a list of 0 and 1. Returns None if all layers have the value `usual`."""
+    """Format a layer pattern as a flag value, which is a list of 0 and 1. Return None if all layers have the value
+    `usual`."""
     return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

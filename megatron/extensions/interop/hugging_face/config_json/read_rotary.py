@@ -28,8 +28,8 @@ YARN_SCALING = {
 }
 
 PROPORTIONAL = "proportional"
-"""Scaling type with one rotary frequency for each pair of channels of a head. Channel pairs with a rotary frequency of
-0 are not rotated."""
+"""Scaling type that defines one rotary frequency for each pair of channels of a head. A frequency of 0 means that the
+channel pair is not rotated."""
 
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
@@ -40,7 +40,8 @@ LLAMA3_SCALING = {
 
 
 def rotary_from_hf(hf: Values, family: Family) -> Fields:
-    """Read rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` in newer files.
+    """Return the fields for the rotary embedding. Newer config.json files store the rotary settings under the key
+    `rope_parameters`, and older files under the keys `rope_theta` and `rope_scaling`.
 
     In newer files, `rope_parameters` may contain separate rotary settings for each kind of layer.
     """
@@ -61,8 +62,8 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """Return the rotary base and the rotated fraction of a head for layers with a sliding window. The base or the
-    fraction is None if layers with a sliding window use the same value as the other layers.
+    """Return the fields for the rotary base and the fraction of rotated channels in layers with a sliding window. A
+    field is None if layers with a sliding window use the same value as the other layers.
     """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
@@ -87,7 +88,7 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
     """Return the fields for rotary scaling, which extends a model to longer contexts."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind in ("llama3", "yarn"):  # the key outside rope_scaling takes precedence
+    if kind in ("llama3", "yarn"):  # a value outside rope_scaling takes precedence
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
         rotary["original_max_position_embeddings"] = (
             (beside and hf["original_max_position_embeddings"])
@@ -113,8 +114,8 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
 
 
 def _may_be_proportional(family: Family) -> bool:
-    """Return True if models of a family may use proportional rotary frequencies. A family may use proportional rotary
-    frequencies if its default configuration does."""
+    """Return True if models of a family may use proportional rotary frequencies. This is the case if the family's
+    default configuration uses them."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
@@ -134,7 +135,8 @@ def rotated_fraction(hf: Values, family: Family) -> float:
 
 
 def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
-    """Return YaRN settings. The attention factor is set directly, or by mscale and mscale_all_dim."""
+    """Return the fields for YaRN scaling. Raises ValueError if `scaling` contains an attention_factor that differs from
+    the factor which the other settings imply."""
     longest = number(hf, "max_position_embeddings")
     given: Fields = {"original_max_position_embeddings": longest}
     given |= {key: value for key, value in scaling.items() if value is not None}
@@ -155,8 +157,8 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the fields for rotary bases and for layers without rotary embedding. config.json lists one rotary base per
-    layer; a base of 0 means that the layer has no rotary embedding."""
+    """Return the fields for the rotary bases and for the layers without rotary embedding. The key `layer_rope_theta` of
+    config.json lists one rotary base per layer. A base of 0 means that the layer has no rotary embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:
@@ -172,8 +174,8 @@ def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tup
     """Return a pair of values: one for layers with full attention and one for layers with a sliding window. In
     config.json, `key` lists one value per layer.
 
-    Layers whose value in this list equals `without` are ignored. If the model has no layers with full attention or none
-    with a sliding window, the corresponding value is None.
+    Layers whose value in this list equals `without` are ignored. If the model has no layers with full attention, the
+    first value is None. If it has no layers with a sliding window, the second value is None.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

@@ -21,16 +21,16 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Initialization of the embedding rows of tokens that a run adds. The added token ids range from the folder's
-    `vocab_size` to `tokens` - 1."""
+    """Initializer of the embedding rows for tokens that a run adds to the vocabulary of a Hugging Face folder. The ids
+    of the added tokens range from the folder's `vocab_size` to `tokens` - 1."""
 
     weights: HFWeights
     """Weights of the folder, with the folder's vocabulary size."""
 
     tokens: int
     averaged: int
-    """Number of rows in the mean that initializes new rows. The mean is taken over the first rows of the folder's
-    embedding."""
+    """Number of embedding rows in the folder whose mean initializes the new rows. The mean is taken over the first
+    `averaged` rows."""
 
     drawn: bool
     """True if new rows are initialized randomly, as in a new model; False if they are set to the mean of the folder's
@@ -70,7 +70,8 @@ class NewTokens:
         """Return the mean [...] of the first `averaged` rows of a parameter [V, ...], computed in fp64 and rounded to
         fp32.
 
-        Rows are added in a fixed order, so that all ranks compute bitwise equal means with any number of threads.
+        Rows are added in a fixed order, so that all ranks compute bitwise equal means regardless of the number of
+        threads.
         """
         if name not in self._means:
             whole = [slice(0, size) for size in self.weights.placements[name].meta.global_shape[1:]]

@@ -104,7 +104,7 @@ def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig)
 
 
 def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
-    """Return True if a field's value changes the model's outputs."""
+    """Return True if setting the model field to `value` would change the model's outputs."""
     try:
         return settings_of(with_fields(model, {field: value})) != settings_of(model)
     except (ValueError, ArithmeticError, TypeError):

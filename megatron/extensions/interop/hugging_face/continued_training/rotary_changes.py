@@ -85,8 +85,8 @@ def longest_sequence(
 
 
 def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
-    """Return the rotary fields whose values differ from the folder's model and thereby change the outputs. The list is
-    empty if a value is invalid, because other rules report invalid values.
+    """Return the names of the rotary fields whose values in `own` differ from the folder's model such that the outputs
+    change. The list is empty if a value is invalid, because other rules report invalid values.
     """
     try:
         read = settings_of(model).keys() | settings_of(with_fields(model, own)).keys()

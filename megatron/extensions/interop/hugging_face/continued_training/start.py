@@ -40,11 +40,12 @@ from megatron.training.progress import Progress
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Load the folder in --load into the parameters and the optimizer, and return the run's progress. Collective.
+    """Load the Hugging Face folder in --load into the parameters and the optimizer, and return the run's progress. All
+    ranks must call this function.
 
     The run starts at iteration 0 with the weights of the folder. If --save already contains checkpoints, the run
-    resumes from them, so that repeating a command resumes its run. With --finetune, the run starts from the folder
-    again. Raises ValueError if the shapes of the weights do not match the run's model.
+    resumes from them, so that the same command also resumes an interrupted run. With --finetune, the run always starts
+    from the folder. Raises ValueError if the shapes of the weights do not match the run's model.
     """
     config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load
@@ -67,7 +68,7 @@ def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], 
     If the run's vocabulary has tokens that the folder lacks, the embedding and output rows of these tokens are
     initialized, and a line is logged. Returns the number of multi-token prediction depths in the folder, and the
     `Origin` that the run's checkpoints will record. Raises ValueError if the run's vocabulary is smaller than the
-    folder's, or if the weights do not fit.
+    folder's, or if the weights do not match the run's model.
     """
     config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)
@@ -107,7 +108,8 @@ def load_trained_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """Load pipeline stages as `megatron.training.checkpoints.checkpointing.load_stages` does.
+    """Load this rank's pipeline stages of a trained model from a Hugging Face folder. For checkpoints, use
+    `megatron.training.checkpoints.checkpointing.load_stages`.
 
     Raises ValueError if the folder contains no readable model.
 
