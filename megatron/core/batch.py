@@ -25,7 +25,7 @@ class Batch:
     s/cp tokens."""
 
     tokens: Tensor
-    """[b, s] int64."""
+    """Token ids [b, s] int64."""
 
     labels: Tensor
     """Labels [b, s] int64. The label of a token is the next token."""
@@ -103,8 +103,8 @@ class Batch:
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """Return the batch with the fields for multi-token prediction of `depths` depths filled in. The batch must
-        contain whole samples.
+        """Return a copy of the batch with the `future_` fields for multi-token prediction, for depths 1 to `depths`.
+        The batch must contain whole samples.
 
         At depth k, the loss of a token counts if three conditions hold. The loss mask must be 1 for the token and for
         the k tokens after it. The label k positions ahead must be in the token's document. The token must not be among
@@ -155,7 +155,7 @@ class Batch:
         return change(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that hold a tensor."""
+        """Return the fields that contain tensors, keyed by field name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
@@ -190,8 +190,8 @@ class EarlierTokens(Protocol):
     """Number of new tokens in each text, [b]; None if all texts have s new tokens."""
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
-        """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values [b, groups,
-        columns, width] of all tokens, with one column per position in the cache. Returns None if there are no earlier
+        """Store the keys and values [s, b, groups, width] of the new tokens, and return the keys and values [b, groups,
+        columns, width] of all tokens, with one column per position in the cache. Return None if there are no earlier
         tokens."""
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
@@ -201,8 +201,8 @@ class EarlierTokens(Protocol):
         """Replace the cached states of layer number `layer`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
-        """Compute attention of the new tokens to all tokens. Shapes: queries q [s, b, heads, d] of the new tokens; keys
-        k [b, groups, columns, d] and values v [b, groups, columns, dv] of all tokens. Returns [s, b, heads, dv].
+        """Compute attention from the new tokens to all tokens: queries q [s, b, heads, d] of the new tokens, keys k [b,
+        groups, columns, d] and values v [b, groups, columns, dv] of all tokens -> [s, b, heads, dv].
 
         Attention uses the settings of `core`, such as its softmax scale.
         """
@@ -214,7 +214,7 @@ class BatchContext:
     forward pass."""
 
     sample_index: Tensor
-    """[b] int64."""
+    """Index of each sample in the order of the run, [b] int64."""
 
     position_ids: Tensor | None = None
     """Token positions [b, s]; None for 0 .. s-1."""
@@ -223,7 +223,7 @@ class BatchContext:
     """Start positions of the documents in the unsharded samples; None if each sample is one document."""
 
     shards: Shards | None = None
-    """As in `Batch`."""
+    """Token positions on each context-parallel rank; None for the default sharding."""
 
     places: Tensor | None = None
     """Positions [s/cp] of this rank's tokens in their samples; None for 0 .. s-1."""
@@ -239,13 +239,13 @@ class BatchContext:
     """Cache of the tokens that precede the batch's tokens during generation; None outside generation."""
 
     tokens: Tensor | None = None
-    """As in `Batch`."""
+    """Token ids [b, s] int64; None if the context was created without them."""
 
     aux_scale: Tensor | None = None
-    """As in `Batch`."""
+    """Scalar by which the gradients of auxiliary losses are multiplied; None if the model has no auxiliary losses."""
 
     number: int = 0
-    """As in `Batch`."""
+    """Number of the micro-batch in its step."""
 
     left: dict[int, Tensor | None] = field(default_factory=dict)
     """Tensors that layers store for later layers of the stage, keyed by layer number."""

@@ -13,8 +13,8 @@ from megatron.core.torch_private import AutogradContext
 
 @torch_function
 def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply 16-bit matrices a [n, i, k] and b [n, k, j], and sum in fp32. Returns [n, i, j] in `dtype`, which is the
-    operand dtype or fp32.
+    """Multiply 16-bit matrices a [n, i, k] and b [n, k, j], and sum in fp32. The result [n, i, j] is in `dtype`, which
+    must be fp32 or the dtype of the operands.
 
     A product of two 16-bit numbers is exact in fp32, so only the sum and the conversion to `dtype` are rounded.
     """
@@ -24,8 +24,8 @@ def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """Multiply matrices a [..., i, k] and b [..., k, j], which have the same leading sizes. Returns [..., i, j] in
-    `out_dtype`.
+    """Multiply matrices a [..., i, k] and b [..., k, j] whose leading dimensions are equal. The result [..., i, j] is
+    in `out_dtype`.
 
     Both operands are first rounded to `dtype`. If `dtype` has 16 bits, sums are in fp32, and `out_dtype` must be fp32
     or `dtype`. Otherwise, `out_dtype` must be `dtype`. Let u be the unit roundoff of `dtype` (2^-8 in bf16). Rounding
@@ -61,8 +61,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply matrices a [..., i, k] and b [..., k, j], which have the same dtype and the same leading sizes. Returns
-    [..., i, j] in `dtype`. `multiply` calls this function in its forward pass."""
+    """Multiply matrices a [..., i, k] and b [..., k, j] whose dtypes and leading dimensions are equal. The result [...,
+    i, j] is in `dtype`. `multiply` calls this function in its forward pass."""
     if a.itemsize > 2:
         return a @ b
     found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)

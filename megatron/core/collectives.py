@@ -7,8 +7,8 @@
   adjoint map.
 - `RingExchange` sends to the next rank and receives from the previous one.
 
-On an axis of size 1, all functions except the ring return their input and use no process group. Shapes: t is the size
-of the axis.
+On an axis of size 1, all functions return their input and use no process group. `RingExchange` has no such shortcut. In
+shapes, t is the size of the axis.
 
 On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Either way,
 each rank sends (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and
@@ -68,7 +68,7 @@ class PassPair:
     in_turns = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both."""
+        """Run both passes."""
         first()
         second()
 

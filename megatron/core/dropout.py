@@ -164,7 +164,7 @@ def _positions(start: int, length: int, like: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
-    """Return the next hash of a chain, which mixes the 64 bits of `state` and the integer `value` with splitmix64."""
+    """Return the next hash of a chain: mix the 64 bits of `state` and the integer `value` with splitmix64."""
     x = value * _signed(0x9E3779B97F4A7C15, 64) + state
     x = (x ^ _shift_right(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ _shift_right(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)

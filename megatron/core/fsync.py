@@ -22,10 +22,10 @@ def name_full_file(error: BaseException, path: Path | str) -> None:
 @contextmanager
 def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`. When the context exits, the temporary file replaces `path`, so
-    readers never see a partial file. If an exception is raised in the context, the temporary file is deleted. With
-    `synced`, the content is flushed to disk before the file replaces `path`.
+    other processes never read a partial file. If an exception is raised in the context, the temporary file is deleted.
+    With `synced`, the content is flushed to disk before the file replaces `path`.
 
-    If `path` is a link or a special file, such as /dev/null or a named pipe, yields `path` itself."""
+    If `path` is a link or a special file, such as /dev/null or a named pipe, the function yields `path` itself."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
         return

@@ -65,7 +65,7 @@ class HostCopy(Generic[N]):
             self._copied.record()
 
     def read(self) -> list[N]:
-        """Wait for the copy and return its values, for a tensor [n]."""
+        """Wait for the copy, and return the values [n] as a list."""
         if isinstance(self._values, Tensor):
             if self._copied is not None:
                 self._copied.synchronize()

@@ -22,7 +22,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.torch_private import in_dispatch_mode, resize_storage
 
 DRAWN = ("normal", "uniform", "log_of_uniform", "inverse_softplus")
-"""Kinds of initial values that are random numbers."""
+"""Values of `Init.kind` for which the initial values are drawn block by block from a random distribution."""
 
 BLOCK = 2**20
 """Number of consecutive elements of a global tensor that one generator draws."""
@@ -42,7 +42,7 @@ class Block:
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
     """The block is divided into rectangular parts. Each part has an entry (elements, shape, in_part, in_shard).
     `elements` is the slice of the block that fills the part, and `shape` is the shape of the part. `in_part` and
-    `in_shard` select the overlap of part and shard within the part and within the shard."""
+    `in_shard` are the slices of the part and of the shard that select the elements common to both."""
 
 
 def alloc_storage(tensor: Tensor) -> None:
@@ -52,8 +52,8 @@ def alloc_storage(tensor: Tensor) -> None:
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Free the memory of a tensor. Only views of the tensor may share its storage. They remain valid objects, but have
-    no values until `alloc_storage` is called."""
+    """Free the memory of a tensor. Only views of the tensor may share its storage. These views remain valid objects,
+    but have no values until `alloc_storage` is called."""
     resize_storage(tensor, 0)
 
 
@@ -68,8 +68,8 @@ def initialize_parameters_(
 ) -> None:
     """Initialize each parameter as its `meta.init` defines.
 
-    The result is bit-identical under every layout, device type and number of threads. Temporary memory holds one block
-    if there is one thread, and otherwise two blocks per thread.
+    The result is bit-identical under every layout, device type and number of threads. The function needs temporary
+    memory for one block if there is one thread, and for two blocks per thread otherwise.
 
     Args:
         params: Parameters to initialize.

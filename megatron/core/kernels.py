@@ -23,7 +23,8 @@ KERNELS = Registry("kernel", NoFacts, protocol=Kernel)
 """Registered kernels, keyed by the name of the operation. Extensions register kernels; the core library has none."""
 
 LEFT_OUT: set[str] = set()
-"""Kernels that this process does not use because they are wrong, fail or are slower than torch."""
+"""Names of the kernels that this process does not use because they return wrong results, fail or are slower than
+torch."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -37,8 +38,8 @@ def kernel_for(name: str, *operands: object) -> Kernel | None:
 
 
 def operation(plain: Function) -> Function:
-    """Decorate a plain torch function. A kernel that is registered under the function's name may replace it. Call the
-    function with positional arguments."""
+    """Decorate a plain torch function. A kernel that is registered under the function's name may replace it. The
+    decorated function accepts only positional arguments."""
 
     @wraps(plain)
     def compute(*operands: object) -> object:

@@ -1,8 +1,8 @@
 """Ranks and coordinates of a layout, as integers. This module needs neither torch nor process groups.
 
-Two meshes arrange the same ranks. Outermost axis first, the mesh for dense layers is (pp, dp, cp, tp), and the mesh for
-experts is (pp, expt_dp, ep, expt_tp). Rank order and group membership therefore follow Megatron-LM's order
-tp-cp-ep-dp-pp; `use_tp_pp_dp_mapping` swaps dp and pp in both meshes.
+Two meshes arrange the same ranks. From the outermost to the innermost, the axes of the mesh for dense layers are (pp,
+dp, cp, tp), and the axes of the mesh for experts are (pp, expt_dp, ep, expt_tp). Rank order and group membership
+therefore follow Megatron-LM's order tp-cp-ep-dp-pp; `use_tp_pp_dp_mapping` swaps dp and pp in both meshes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ParallelDims:
     """Number of distributed-optimizer instances. An instance is a group of data-parallel ranks that together hold one
     sharded copy of the optimizer states."""
     cp_inner: int | None = None
-    """Number of neighbouring context-parallel ranks that divide the attention heads among them; None if context
+    """Number of neighbouring context-parallel ranks that divide the attention heads among themselves; None if context
     parallelism has only one level."""
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
         """Return the sizes of the parallelism axes for a validated configuration. Raises ValueError if the sizes do not
-        fit the world."""
+        divide the world size."""
         model = config.model_parallel_size
         if world_size % model:
             raise ValueError(
@@ -82,7 +82,8 @@ class ParallelDims:
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:
-        """Return the number of ranks over which states of dense parameters, or of experts, are sharded."""
+        """Return the number of ranks over which the states of dense parameters, or with `expert` of expert parameters,
+        are sharded."""
         return (self.expt_dp if expert else self.dp * self.cp) // self.instances
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -134,8 +135,8 @@ class ParallelDims:
         return sorted(groups)
 
     def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Divide each group along the axes into parts of consecutive ranks, one part for each instance. Returns these
-        parts. An instance may be a node, for example."""
+        """Divide each group along the axes into subgroups of consecutive ranks, one for each instance, and return all
+        subgroups. An instance may be a node, for example."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 

@@ -45,7 +45,8 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
 
     exchanges_sums: bool = True
-    """True if the ranks exchange and add CPU tensors to sum them, which is faster than gloo's collectives."""
+    """True if CPU tensors are summed by exchanging them between ranks and adding them locally, which is faster than
+    gloo's collectives."""
 
     levels: tuple[Axis, ...] = ()
     """With two-level context parallelism, the inner and the outer axis that together form the context-parallel axis.
@@ -119,13 +120,13 @@ class ParallelState:
 
     @property
     def lanes(self) -> tuple[Axis, ...]:
-        """This rank's groups for pipeline messages: one for each name in `LANES`, or only the group "pp" with a backend
-        that needs no separate groups."""
+        """This rank's groups for pipeline messages: one for each name in `LANES`, or only the group "pp" if the backend
+        needs no separate groups."""
         return tuple(self.axes[name] for name in LANES if name in self.axes)
 
     @cached_property
     def coords(self) -> dict[str, tuple[int, int]]:
-        """Dict from each axis to this rank's (rank, size), as `ParamMeta.box` expects it."""
+        """Pair (rank, size) of this rank along each axis, keyed by axis name, as `ParamMeta.box` expects it."""
         return {name: (self.axis(name).rank, self.axis(name).size) for name in SINGLE_AXES}
 
 
@@ -141,7 +142,7 @@ def initialize_model_parallel(
 
     All ranks must call this function with the same arguments, which are named as in Megatron-LM. After the call, the
     functions at the end of this file return values of the new state. Raises ValueError if the sizes do not divide the
-    world.
+    world size.
     """
     config = ModelParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -157,7 +158,7 @@ def initialize_model_parallel(
 def build_groups(
     config: ModelParallelConfig, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """Call `initialize_model_parallel` for a configuration.
+    """Build all process groups for a configuration, like `initialize_model_parallel`.
 
     `timeout` is the timeout of collectives in the groups. `backend` has the same meaning as in `build_parallel_state`.
     """
@@ -172,11 +173,11 @@ def build_parallel_state(
 ) -> ParallelState:
     """Build the groups of `rank`. With NCCL, each pipeline has one group for each name in `LANES`.
 
-    All ranks call `new_group` the same number of times, and the n-th calls of all ranks divide the world into disjoint
-    groups. torch relies on this: it names a group after the number of groups created before, and NCCL with a bound
-    device creates each group by an `ncclCommSplit`, which is collective over the whole world. Every rank must therefore
-    call `new_group`, even for a group of which it is the only member. Axes that divide the world into the same groups
-    share a communicator.
+    All ranks call `new_group` the same number of times. The groups that all ranks create in their n-th calls are
+    disjoint and together contain every rank. torch relies on this: it names a group after the number of groups created
+    before, and NCCL with a bound device creates each group by an `ncclCommSplit`, which is collective over the whole
+    world. Every rank must therefore call `new_group`, even for a group of which it is the only member. Axes that divide
+    the world into the same groups share a communicator.
 
     Args:
         dims: Sizes of the layout.

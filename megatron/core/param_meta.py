@@ -98,11 +98,10 @@ WIDTH_KINDS: Mapping[str, WidthKind] = {
     "router": "output",
     "gate": "output",
 }
-"""Width kinds (`ParamMeta.width_kind`), keyed by role. All other roles are of the kind "vector"."""
+"""Width kinds (`ParamMeta.width_kind`), keyed by role. All other roles have the kind "vector"."""
 
 KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
-"""Kinds of parameters for weight decay (`ParamMeta.kind`), keyed by role. All other roles are of the kind
-"matrices"."""
+"""Kinds of parameters for weight decay (`ParamMeta.kind`), keyed by role. All other roles have the kind "matrices"."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class ParamMeta:
     global_shape: tuple[int, ...]
 
     sharded: Mapping[str, int] = field(default_factory=dict)
-    """Dict from each mesh axis that shards the parameter ("tp", or "ep" and "expt_tp") to the sharded dimension."""
+    """Dimension along which each mesh axis shards the parameter, keyed by the axis: "tp", or "ep" and "expt_tp"."""
 
     init: Init | None = None
     """Initial values. With None, `make_parameter` fills in the default that `InitPolicy` defines for the role."""
@@ -142,8 +141,9 @@ class ParamMeta:
     decay."""
 
     fan_in: int = field(default=0, kw_only=True)
-    """Number of terms in the sum for one output. The default of `fan_in` is the size of the last dimension for a weight
-    [..., out, in] or a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
+    """Number of inputs that are summed to compute one output. The default of `fan_in` is the size of the last dimension
+    for a weight [..., out, in] or a convolution [..., taps], and 1 for embeddings, norm weights, biases and other
+    vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
     """True if the output is added to the residual stream, like the outputs of linear_proj and linear_fc2."""
@@ -228,10 +228,10 @@ class ParamMeta:
         return tuple(axis for axis in (("ep", "expt_tp") if self.expert else ("tp",)) if axis not in self.sharded)
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
-        """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
-        saved. This replica is the first along `replica_axes`. If several pipeline stages share the parameter, the first
-        of these stages holds this replica. All data-parallel ranks get the same result; each of them saves a part of
-        the replica.
+        """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica of the parameter that norms
+        include and checkpoints save. This replica is the first along `replica_axes`. If several pipeline stages share
+        the parameter, the first of these stages holds this replica. All data-parallel ranks get the same result; each
+        of them saves a part of the replica.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
@@ -278,7 +278,8 @@ class InitPolicy:
     """Rules that change the initial values, applied in order."""
 
     def complete(self, meta: ParamMeta) -> ParamMeta:
-        """Return `meta` with `init` filled in: the parameter's own initial values, or otherwise those of its role.
+        """Return a copy of `meta` in which `init` is set: to the initial values of the parameter if it defines them,
+        and otherwise to the default of its role. The rules are applied to these values.
 
         Raises ValueError if initial values are defined neither for the parameter nor for its role.
         """

@@ -43,8 +43,8 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """Return the names of the methods in a base class's `must_write` if the part overrides none of these methods;
-    otherwise, return an empty string."""
+    """Check that a class overrides one of the methods that its base class lists in `must_write`. Return an empty string
+    if it does, and the names of these methods otherwise."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
         return ""
@@ -77,8 +77,8 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Check that a part can be called with the arguments that `form` lists, which is a result of `_call_form`. Returns
-    an empty string if the part conforms, and otherwise the violated rule and a remedy."""
+    """Check that a part can be called with the arguments in `form`, which is a result of `_call_form`. Returns an empty
+    string if the part conforms, and otherwise the violated rule and a remedy."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
@@ -123,22 +123,22 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Check a function that is registered as a fact of a part. Returns an empty string if the function accepts the
-    arguments of `protocol`, and otherwise a description of the problem."""
+    """Check that a function among the facts of a part accepts the arguments of `protocol`. Return an empty string if it
+    does, and a description of the problem otherwise."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 
 class Registry(Collection[str], Generic[P, F, K]):
-    """Mapping from names to parts of one kind, in order of registration.
+    """Mapping from names to parts (interchangeable components) of one kind, in order of registration.
 
     Args:
         flag: the flag that selects a part on the command line. Error messages name this flag.
-        facts: makes the facts of a part from the keyword arguments of `register`.
-        protocol: the Protocol of the parts. Each part must accept the arguments of the Protocol's `__call__`, and have
-            the other members of the Protocol. If `protocol` is a class but not a Protocol, each part must be an
-            instance of it.
-        makes: the Protocol of the objects that parts return when they are called. If a part is a class, it must have
-            the members of this Protocol, and its methods must accept the same arguments.
+        facts: function that creates the facts (properties) of a part from the keyword arguments of `register`.
+        protocol: the Protocol that all parts implement. Each part must accept the arguments of the Protocol's
+            `__call__`, and have the other members of the Protocol. If `protocol` is a class but not a Protocol, each
+            part must be an instance of it.
+        makes: the Protocol of the objects that calls of the parts return. If a part is a class, it must have the
+            members of this Protocol, and its methods must accept the same arguments.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         """Add a part. Pass the part as an argument, or use `register` as a decorator. A string "module:attribute" is
         imported on first use.
 
-        Raises ValueError if the name is taken, with the file and line of both registrations, or if the part does not
-        match the protocol of its kind.
+        Raises ValueError if the part does not match the Protocol of the registry, or if the name is already registered;
+        the message then contains the file and line of both registrations.
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -198,13 +198,13 @@ class Registry(Collection[str], Generic[P, F, K]):
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
         """Register a substitute for the part `name`. `build` calls the substitute instead of the part if `when(*args)`
         is true. `part` is a string "module:attribute". A substitute is a different implementation of the same function
-        with the same parameters. Configurations keep `name`.
+        with the same parameters. Configurations still contain `name`, not the substitute.
         """
         self._substitutes.setdefault(name, []).append((part, when))
 
     def build(self, name: str, *args: Any) -> Any:
-        """Call the part `name` with `args`. If the condition of a registered substitute is true for `args`, call the
-        first such substitute instead."""
+        """Call the part `name` with `args`, and return the result. If the condition `when` of one or more substitutes
+        is true for `args`, call the first of these substitutes instead."""
         for part, when in self._substitutes.get(name, ()):
             if when(*args):
                 return imported(part)(*args)
@@ -220,7 +220,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         return len(self._entries)
 
     def __getitem__(self, name: str) -> P:
-        """Return the part. Raises ValueError for a name that is not registered."""
+        """Return the part `name`, and import it if necessary. Raises ValueError if the name is not registered."""
         entry = self._entry(name)
         if isinstance(entry.part, str):
             part = imported(entry.part)
@@ -249,8 +249,8 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
-        """Return the properties of a part without importing it. If the name is not registered, raises the same
-        ValueError as `registry[name]`."""
+        """Return the facts (properties) of a part without importing the part. Raises ValueError if the name is not
+        registered."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:

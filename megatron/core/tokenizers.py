@@ -160,8 +160,8 @@ def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | Non
 
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, modification time, size) for each file that the flags name. If the flags name a folder, yield this
-    for each file in the folder. If no file changes between two calls, both calls yield the same.
+    """Yield (path, modification time, size) for each file that the flags name. For a folder, also yield a tuple for
+    each file in the folder. If no file changes between two calls, both calls yield the same tuples.
     """
     for value in vars(config).values():
         if isinstance(value, str) and (path := Path(value)).exists():

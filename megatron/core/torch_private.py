@@ -96,7 +96,7 @@ resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage
 dispatch mode sees for a call of the function that replaces `resize_storage`."""
 
 index_put_impl_: Callable[..., Tensor] = torch.ops.aten._index_put_impl_
-"""`index_put_` that does not read the indices on the host. torch 2.13. Fallback: `Tensor.index_put_`."""
+"""Variant of `index_put_` that does not read the indices on the host. torch 2.13. Fallback: `Tensor.index_put_`."""
 
 flash_attention_forward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
 """FlashAttention-2 on packed documents. torch 2.13. Fallback: `torch.nn.attention.varlen.varlen_attn`."""
@@ -115,14 +115,14 @@ cpu_attention: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot
 `megatron.core.attention.tile_kernels.TorchKernel`."""
 
 cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""Gradients of `cpu_attention`. torch 2.13. Fallback: the same as for `cpu_attention`."""
+"""Gradients of `cpu_attention`. torch 2.13. Fallback: see `cpu_attention`."""
 
 # Tensors, storages, modules
 
 
 def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
-    """Return an id that is the same for a storage and all tensors that share it. Storages of fake and meta tensors have
-    such ids too.
+    """Return an id that is the same for a storage and all tensors that share it. Storages of fake and meta tensors also
+    have ids.
 
     `UntypedStorage._cdata`, torch 2.13. Fallback: use `id(storage)`, and keep the storage object alive so that no other
     object gets the same id.
@@ -135,7 +135,7 @@ def resize_storage(tensor: Tensor, nbytes: int) -> None:
     does not treat the resize as a change of the tensor.
 
     `torch.ops.inductor.resize_storage_bytes_`, which inductor uses for FSDP, torch 2.13. Fallback:
-    `tensor.untyped_storage().resize_(nbytes)`, but memory plans then do not see the resize.
+    `tensor.untyped_storage().resize_(nbytes)`. Memory plans then do not see the resize.
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, nbytes)
 
@@ -195,7 +195,7 @@ FakeTensor = fake_tensor.FakeTensor
 class from wherever torch.export imports it."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Mode in which operations create fake tensors. torch 2.13. Fallback: the same as for `FakeTensor`."""
+"""Mode in which operations create fake tensors. torch 2.13. Fallback: see `FakeTensor`."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of modes that intercept every operator below autograd. torch documents the class although its module is
@@ -206,8 +206,8 @@ in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 initializes weights."""
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
-"""Return the active dispatch modes. torch 2.13. Fallback: pass the modes to the other thread, and enter them there with
-`with`."""
+"""Return the active dispatch modes. torch 2.13. Fallback: pass the modes explicitly to each thread that needs them, and
+enter them there with `with`."""
 
 push_mode = _python_dispatch._push_mode
 """Enter a dispatch mode that another thread created. torch 2.13. Fallback: `mode.__enter__()`."""
@@ -219,7 +219,7 @@ tree_flatten = _pytree.tree_flatten
 """Return the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
 
 tree_unflatten = _pytree.tree_unflatten
-"""Rebuild nested containers from their leaves. torch 2.13. Fallback: the same as for `tree_flatten`."""
+"""Rebuild nested containers from their leaves. torch 2.13. Fallback: see `tree_flatten`."""
 
 
 @contextmanager
@@ -301,8 +301,7 @@ def sequence_number(node: Node) -> int:
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
-"""Return the sequence number of the next node that this thread creates. torch 2.13. Fallback: the same as for
-`sequence_number`."""
+"""Return the sequence number of the next node that this thread creates. torch 2.13. Fallback: see `sequence_number`."""
 
 
 def running_node() -> Node | None:
@@ -407,8 +406,8 @@ def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
 
 def matmul_instructions(dtype: torch.dtype) -> bool:
     """Return whether this CPU has matrix instructions for a 16-bit `dtype`. oneDNN accepts bf16 on every CPU with
-    AVX-512, but emulates it on CPUs without such instructions. Calls private functions of `torch.ops.mkldnn` and
-    `torch.cpu`, torch 2.13. Fallback: `torch.cpu.get_capabilities()`.
+    AVX-512, but emulates it on CPUs without such instructions. This function calls private functions of
+    `torch.ops.mkldnn` and `torch.cpu`, torch 2.13. Fallback: `torch.cpu.get_capabilities()`.
     """
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -419,7 +418,7 @@ def matmul_instructions(dtype: torch.dtype) -> bool:
 def record_memory_history(when_out_of_memory: Callable[[], None]) -> None:
     """Record GPU allocations, and call a function when memory runs out.
 
-    Calls `torch.cuda.memory._record_memory_history`, which torch documents, and
+    This function calls `torch.cuda.memory._record_memory_history`, which torch documents, and
     `torch._C._cuda_attach_out_of_memory_observer`, torch 2.13. Fallback: refuse `--record-memory-history`.
     """
     torch.cuda.memory._record_memory_history()
@@ -428,8 +427,8 @@ def record_memory_history(when_out_of_memory: Callable[[], None]) -> None:
 
 
 def dump_memory_history(path: str) -> None:
-    """Write the recorded allocations to a file. `torch.cuda.memory._dump_snapshot`, torch 2.13. Fallback: the same as
-    for `record_memory_history`."""
+    """Write the recorded allocations to a file. `torch.cuda.memory._dump_snapshot`, torch 2.13. Fallback: see
+    `record_memory_history`."""
     torch.cuda.memory._dump_snapshot(path)
 
 

@@ -40,7 +40,8 @@ class AttentionBackend(Protocol):
     """Attention kernels of one layer."""
 
     always_tiles: bool
-    """True if the kernels that `tiles` returns are used for plain causal attention, too."""
+    """True if the kernels returned by `tiles` also compute plain causal attention, in place of the module returned by
+    `causal`."""
 
     def causal(self) -> nn.Module:
         """Return the module that computes causal attention among the tokens of one rank. The module has the same
@@ -79,14 +80,14 @@ class Ranks(Protocol):
 
 
 class ContextAttention(Protocol):
-    """Causal attention to the tokens of all context-parallel ranks."""
+    """Function that computes causal attention over the tokens of all context-parallel ranks."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cp: Ranks, causal: Causal, sinks: Tensor | None = None, /
     ) -> Tensor:
         """Compute attention among the tokens of all context-parallel ranks: q [s/cp, b, heads, d], k [s/cp, b, groups,
-        d], v [s/cp, b, groups, dv], sinks [heads] -> [s/cp, b, heads, dv]. Tokens must be sharded over the ranks as
-        `megatron.core.attention.tiles.rank_spans` shards them."""
+        d], v [s/cp, b, groups, dv], sinks [heads] -> [s/cp, b, heads, dv]. Each rank must hold the tokens at the
+        positions that `megatron.core.attention.tiles.rank_spans` returns for the rank."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class ContextParallelFacts:
     whole sequence."""
 
     nested: bool = False
-    """True if this attention arranges neighbouring context-parallel ranks in groups (`Axis.levels`). The ranks of a
-    group divide the heads, and the groups divide the queries."""
+    """True if this attention arranges neighbouring context-parallel ranks in groups (`Axis.levels`). The heads are
+    divided among the ranks of a group, and the queries are divided among the groups."""
 
     rules: Callable[..., Iterable[object]] | None = None
     """Validation rule for runs with more than one context-parallel rank. The rule is a function of (RunConfig, world

@@ -1,10 +1,11 @@
 """Attention among the tokens of several context-parallel ranks, or of a single rank.
 
 Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. While a
-rank receives the next keys, it computes the attention of its queries to the keys that it already has. In the backward
+rank receives the next keys, it computes attention from its queries to the keys that it already has. In the backward
 pass, keys and values rotate over the ranks again. The gradients of keys and values rotate together with the keys and
 values, and reach the owner of the keys after the last step. For the backward pass, each rank saves only its own
-queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.
+queries, keys, values, outputs and log-sum-exps. Attention within a single rank is computed as ring attention over one
+rank.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Ring:
 
     @property
     def steps(self) -> int:
-        """Return the number of ranks whose keys this rank needs, including its own."""
+        """Return the number of ranks whose keys this rank needs, counting this rank itself."""
         return self.cp.size if any(self.sent) else 1
 
     @cached_property
@@ -71,7 +72,7 @@ class Ring:
         return x
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        """Return the tiles of this rank's queries with the keys that the rank has in ring step `step`."""
+        """Return the tiles that pair this rank's queries with the keys that the rank holds in ring step `step`."""
         source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
         queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
         keys = self.sent[source] if step else self.keys[source]

@@ -168,7 +168,8 @@ class CoreAttention(nn.Module):
                 watcher(largest.detach())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads * dv]"""
+        """Compute core attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads *
+        dv]."""
         dropout = self.p > 0 and self.training
         hidden = self.span.hides(k.shape[0])
         if self.across_ranks is not None:
@@ -180,7 +181,7 @@ class CoreAttention(nn.Module):
         return out.flatten(2)
 
     def behind_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: EarlierTokens) -> Tensor:
-        """Compute the attention of new tokens to all tokens: q [s, b, heads, d] of the new tokens, k [b, groups,
+        """Compute attention from the new tokens to all tokens: q [s, b, heads, d] of the new tokens, k [b, groups,
         columns, d] and v [b, groups, columns, dv] of all tokens -> [s, b, heads * dv]."""
         return cache.attend(q, k, v, self).flatten(2)
 

@@ -1,5 +1,5 @@
-"""Attention logits: a recorder of the largest logit of each head, and the rows of projections that determine the
-logits."""
+"""Attention logits: a recorder of the largest logit of each head, and a description of the projection rows that
+determine the logits."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class RowKind(Enum):
 
 
 class HeadRows(NamedTuple):
-    """Description of the rows of a linear layer that projects to heads. The weight of the layer is [groups/tp, rows,
-    ...]."""
+    """Description of the rows of a linear layer that projects to heads. The weight of the layer has the shape
+    [groups/tp, rows, ...]."""
 
     linear: nn.Module
     heads: int
     """Number of query heads per query group."""
 
     rows: tuple[tuple[RowKind, int], ...]
-    """Blocks of rows in order. Each block is a pair (kind, number of consecutive rows)."""
+    """Blocks of consecutive rows within a query group, in order. Each block is a pair (kind, number of rows)."""
 
 
 class AttentionWithRows(Protocol):

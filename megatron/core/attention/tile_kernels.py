@@ -1,4 +1,4 @@
-"""Kernels that compute the attention of one tile (`megatron.core.attention.tiles`), and the interface of such kernels.
+"""Kernels that compute the attention of one tile (`megatron.core.attention.tiles`), and the interface of these kernels.
 
 The forward pass also returns the log-sum-exp of each row, which is used to merge the outputs of several tiles:
 
@@ -44,8 +44,8 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Rows:
-    """Output gradient [n, b, heads, dv] of some query rows, and the output and log-sum-exp of these rows over all
-    tiles."""
+    """Output gradient [n, b, heads, dv] of some query rows, and the output and log-sum-exp of these rows, merged over
+    all tiles."""
 
     grad: Tensor
     out: Tensor
@@ -126,8 +126,8 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 class TorchKernel:
-    """Attention in plain torch for any device and dtype, with optional dropout, ALiBi biases and a soft cap of scores.
-    The softmax of 16-bit scores is in fp32.
+    """Attention in plain torch for any device and dtype, with optional dropout, ALiBi biases and a soft cap on the
+    scores. The softmax of 16-bit scores is in fp32.
 
     `slopes` [heads] are the ALiBi slopes of the local heads (`core_attention.alibi_slopes`), in the dtype of the
     scores. With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
@@ -212,7 +212,7 @@ class TorchKernel:
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the scores of all pairs [b, heads, n, m], in fp32 or fp64."""
+        """Return the scores of all query-key pairs, [b, heads, n, m] in fp32 or fp64."""
         (n, b, heads, _), m = q.shape, k.shape[0]
         # Scale q before the matrix product, because the product of unscaled fp16 operands could overflow.
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)

@@ -1,8 +1,8 @@
 """Sharding of sequences over context-parallel ranks, and causal attention as a list of tiles: rectangles of queries and
 keys. This module does not import torch.
 
-Under a causal mask, later queries see more keys, so contiguous shards would leave most of the work to the last rank.
-Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r holds an early chunk, r, and a late chunk,
+Under a causal mask, later queries see more keys, so contiguous shards would give later ranks more work. Instead, the
+sequence is split into 2 * size chunks in zig-zag order: rank r holds an early chunk, r, and a late chunk,
 2 * size - 1 - r. Every rank then computes the same number of query-key pairs.
 
 A query sees a key if both are in the same document and window, and if the key is not after the query. A rank's queries,
@@ -21,7 +21,8 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Ranges of positions, in the whole sequence, of the tokens that a rank holds, in the order of the rows on the rank."""
+"""Ranges of token positions in the whole sequence. They list the tokens that a rank holds, in the order of the rank's
+rows."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
@@ -64,7 +65,7 @@ def merged(spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def rows_of(spans: Spans, some: Spans) -> Spans:
-    """Convert the positions `some` to rows on a rank that holds the tokens at the positions `spans`."""
+    """Convert the token positions `some` to row indices on a rank that holds the tokens at the positions `spans`."""
     return tuple(
         _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
     )
@@ -144,8 +145,8 @@ class Tile:
     """Position of the first key; the positions of the keys are consecutive."""
 
     diagonal: bool
-    """True if the queries and keys of the tile are the same tokens, so that it needs a causal mask. In a tile that is
-    not diagonal, all keys precede all queries."""
+    """True if the queries and keys of the tile are the same tokens, so that the tile needs a causal mask. In a tile
+    that is not diagonal, all keys precede all queries."""
 
     window: int | None = None
     """Number of keys visible to a query, including the key at its position; None if the window masks no key of the
@@ -194,7 +195,7 @@ def _documents_in(span: range, starts: tuple[int, ...]) -> range:
 @lru_cache(maxsize=256)
 def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
     """Merge adjacent tiles without a mask, so that fewer kernels run. The fields `first_query` and `first_key` of a
-    merged tile have no meaning."""
+    merged tile are meaningless."""
     whole: list[Tile] = []
     for tile in tiles:
         last = whole[-1] if whole else None
@@ -214,7 +215,7 @@ def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile,
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
     The halves of a diagonal tile contain fewer masked pairs than the whole tile. Smaller diagonal tiles save time in
-    kernels that also compute masked pairs. The order of tiles is kept, so that the diagonal tile of a query precedes
+    kernels that also compute masked pairs. The tiles stay in order, so that the diagonal tile of a query still precedes
     the query's other tiles.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))

@@ -24,18 +24,19 @@ Lengths = tuple[Tensor, Tensor, int, int]
 longest query sequence, length of the longest key sequence."""
 
 Window = tuple[int, int]
-"""(left, right): how many keys before and after its own position a query sees; -1 for all keys. The last query has the
-same position as the last key."""
+"""Pair (left, right): number of keys that a query sees before and after its own position; -1 means all keys. The last
+query of a sequence has the same position as the sequence's last key."""
 
 
 class PackedKernel(Protocol):
     """Attention kernel for packed sequences of different lengths, with an optional sliding window."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
-        """Compute attention of q [rows, heads, d] to k [rows of keys, groups, d] and v [rows of keys, groups, dv].
+        """Compute attention for packed queries q [rows, heads, d], keys k [key rows, groups, d] and values v [key rows,
+        groups, dv].
 
-        Returns output [rows, heads, dv], log-sum-exp [heads, rows] in fp32, and any further tensors for the backward
-        pass.
+        Returns the output [rows, heads, dv], the log-sum-exp [heads, rows] in fp32, and any further tensors for the
+        backward pass.
         """
 
     def backward(
@@ -68,11 +69,11 @@ Settings = TypeVarTuple("Settings")
 
 
 class SettableKernel(Protocol[*Settings]):
-    """Generalized `PackedKernel`. The operands may have any shapes, and the arguments after q, k and v are the kernel's
-    own `settings`."""
+    """Generalization of `PackedKernel`. The operands may have any shapes, and the kernel defines the arguments after q,
+    k and v (`settings`)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
-        """Return output, log-sum-exp, and any further tensors for the backward pass."""
+        """Return the output, the log-sum-exp, and any further tensors for the backward pass."""
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], *settings: *Settings
@@ -124,7 +125,8 @@ def _lengths(documents: Documents, length: int, device: torch.device) -> Lengths
 
 @lru_cache(maxsize=64)
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return cu_seqlens, [n + 1] int32 on the device. All layers and passes of a micro-batch use the same tensor."""
+    """Return cu_seqlens, [n + 1] int32 on the device. The result is cached, so that all layers and passes of a
+    micro-batch share one tensor."""
     return integers_on(device, tuple(accumulate(lengths, initial=0)), torch.int32)
 
 
@@ -133,13 +135,14 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
     A sink z is an additional score in each softmax row. The sink has no value vector, so it allows a head to attend to
     nothing (gpt-oss). arXiv 2309.17453 describes sinks that emerge during training in models without this additional
-    score. This function corrects each row of a kernel without sinks:
+    score. This function corrects each output row of a kernel that does not support sinks:
 
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 
     With out' and lse' in place of out and lse, the kernel's backward pass returns the correct gradients of queries,
-    keys and values. The attention weights become exp(score - lse'). The softmax gradient subtracts the row sum of
-    (gradient * weight). Because the sink has no value vector, the row sum is still grad * out'.
+    keys and values. The attention weights become exp(score - lse'). The gradient of the softmax contains the sum of
+    (gradient * weight) over each row. Because the sink has no value vector, this sum still equals the sum of grad *
+    out' over the channels.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])

@@ -35,8 +35,8 @@ class Activation(Protocol):
     """An activation function, which may be an `nn.Module`."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """Apply the function: x [..., f], or [..., 2f] if the function is gated -> [..., f], where f is this rank's
-        part of the width."""
+        """Apply the function to x [..., f], or to x [..., 2f] if the function is gated. The result is [..., f], where f
+        is this rank's part of the MLP's width."""
 
 
 class MakeActivation(Protocol):
@@ -51,7 +51,7 @@ class MakeActivation(Protocol):
 
 
 ACTIVATIONS = Registry("--activation-func", ActivationFacts, protocol=MakeActivation)
-"""Name -> `MakeActivation`."""
+"""Registry that maps each choice of --activation-func to a `MakeActivation`."""
 
 _ACTIVATIONS = "megatron.core.transformer.activations"
 for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):

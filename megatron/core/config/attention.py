@@ -22,7 +22,7 @@ YARN = Condition("--rope-type yarn", lambda config: config.model.rotary and conf
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Position embedding: its kind, and the frequencies and scaling of a rotary embedding."""
+    """Settings of the position embedding: its kind, and the frequencies and scaling of a rotary embedding."""
 
     position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"), first_run=True)
     """Position embedding: a learned table (learned_absolute), sinusoids (sinusoidal), sinusoids with the frequencies of

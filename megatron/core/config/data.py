@@ -30,15 +30,15 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int | None:
-        """End-of-document token."""
+        """Id of the end-of-document token."""
 
     @property
     def bos(self) -> int | None:
-        """Beginning-of-sequence token."""
+        """Id of the beginning-of-sequence token."""
 
     @property
     def eos(self) -> int | None:
-        """End-of-sequence token."""
+        """Id of the end-of-sequence token."""
 
     def tokenize(self, text: str) -> list[int]: ...
 
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 class TokenizerBuilder(Protocol):
     """Function that builds a tokenizer, registered under a value of --tokenizer-type. `vocab_size` is the value of
-    --vocab-size. If a flag of the user is wrong, the function raises a ValueError that names the flag."""
+    --vocab-size. If the value of a flag is invalid, the function raises a ValueError that names the flag."""
 
     def __call__(self, config: TokenizerConfig, vocab_size: int | None) -> Tokenizer: ...
 
@@ -61,11 +61,12 @@ class TokenizerFacts:
     """Fields of `TokenizerConfig` that must be set to the path of a file."""
 
     finds_files: bool = False
-    """True if --tokenizer-model may also be a name, by which the tokenizer finds its files, instead of a path."""
+    """True if --tokenizer-model may also be a name instead of a path. The tokenizer then finds its files by this
+    name."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)
-"""The values of --tokenizer-type:
+"""Registry that maps each choice of --tokenizer-type to a `TokenizerBuilder`. Extensions register builders as follows:
 
     @TOKENIZERS.register("Words")
     def words(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
@@ -135,8 +136,8 @@ class DatasetConfig(Section):
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Map the name of each named validation set to the prefix of its dataset. Raises ValueError if a name is not
-        valid or occurs twice."""
+        """Return the dataset prefix of each named validation set, keyed by the name of the set. Raises ValueError if a
+        name is not valid or occurs twice."""
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:

@@ -23,7 +23,7 @@ class Condition:
     @property
     def parts(self) -> tuple[str, str, str]:
         """Split `text` into three strings: the flags, the reason with its leading ": ", and the remedy. If `text` lacks
-        one of these parts, its string is empty."""
+        one of these parts, the corresponding string is empty."""
         rule, _, remedy = self.text.partition("; ")
         flags, colon, why = rule.partition(": ")
         return flags, colon + why, remedy
@@ -47,21 +47,22 @@ class FlagSpec:
     """Legal values. If the choices are the names in a registry, loaded extensions can add further choices."""
 
     many: bool = False
-    """True if the flag takes one or more values; the field holds a tuple."""
+    """True if the flag takes one or more values; the field is then a tuple."""
 
     repeats: bool = False
-    """True if the flag takes one value and may be given several times; the field holds a tuple."""
+    """True if the flag takes one value and may be given several times; the field is then a tuple."""
 
     path: str | None = None
     """Kind of path that the flag accepts, if its value is a path. "local" is a path in a mounted file system. "stored"
-    is such a path, or a path in a storage that an extension has registered. "url" also permits any URL."""
+    also permits a path in a storage that an extension has registered, and "url" also permits any URL."""
 
     empty_is_none: bool = False
     """True if an empty value means that the flag is not given, as in Megatron-LM. If False, the flag refuses an empty
     value."""
 
     writes: str | None = None
-    """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
+    """Kind of output to which the flag's path refers, "folder" or "file". At its start, the run checks that this path
+    can be written."""
 
     names_code: Callable[[str], bool] | None = None
     """Predicate that decides whether a value of the flag names code that the run executes. The flag accepts such a
@@ -87,7 +88,7 @@ class FlagSpec:
     the weights of a checkpoint may change such a field."""
 
     first_run: bool = False
-    """True if a first run needs the flag: plain --help lists only such flags."""
+    """True if a user needs the flag for a first run. Plain --help lists only these flags."""
 
     skips_steps: bool = False
     """True if the flag turns on a check of each step that may skip the step."""
@@ -164,7 +165,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Section:
-    """Base class of a configuration's sections. A section also carries the values of flags that extensions define."""
+    """Base class for the sections of the configuration. A section also carries the values of flags that extensions
+    define."""
 
     extension_options: tuple[Any, ...] = field(default=(), kw_only=True, metadata={"flag": None})
     """Values of extensions' flags: instances of the dataclasses that define the flags."""
@@ -181,7 +183,7 @@ class Section:
         return replace(self, extension_options=tuple(others))
 
     def with_options(self, *options: Any) -> Self:
-        """Return a copy of this section with other values of extension flags. `options` are instances of the
+        """Return a copy of this section with different values of extension flags. `options` are instances of the
         dataclasses that define the flags; each replaces the section's instance of the same class."""
         classes = tuple(type(each) for each in options)
         others = (each for each in self.extension_options if not isinstance(each, classes))

@@ -24,7 +24,7 @@ ContextT = TypeVar("ContextT")
 
 
 class LayerModule(Protocol):
-    """One layer, an `nn.Module`."""
+    """Interface of a layer, which is an `nn.Module`."""
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """Map the residual stream before the layer to the stream after the layer: x [s, b, w] -> [s, b, w]. Sequence
@@ -34,8 +34,8 @@ class LayerModule(Protocol):
 
 
 class Layer(Protocol):
-    """Makes one layer. Custom layers can derive from `megatron.core.transformer.layer.TransformerLayer`, whose
-    `build_mlp` makes the MLP of layers without experts."""
+    """Class or function that creates one layer. Custom layers can derive from
+    `megatron.core.transformer.layer.TransformerLayer`, whose `build_mlp` creates the MLP of layers without experts."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Create the layer. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
@@ -43,7 +43,7 @@ class Layer(Protocol):
 
 
 LAYERS = Registry("--layer-module", NoFacts, protocol=Layer, makes=LayerModule)
-"""Name -> `Layer`."""
+"""Registry that maps each choice of --layer-module to a `Layer`."""
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
@@ -69,8 +69,8 @@ class ResidualFacts:
     residual stream supports all values of --layer-module."""
 
     recomputed: str = ""
-    """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part
-    can."""
+    """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part of the
+    stream can be recomputed."""
 
     experts_apart: bool = False
     """True if the stream receives the output of the shared expert and the output of the routed experts separately."""
@@ -90,16 +90,16 @@ class ResidualClass(Protocol):
     outputs."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Make the module that connects one sublayer to the stream. `name` is the name of the sublayer, `config` the
+        """Create the module that connects one sublayer to the stream. `name` is the name of the sublayer, `config` the
         layer's `TransformerConfig`, and `ctx` the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def enter(self, x: Tensor, config: Section) -> Tensor:
-        """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. Must be a static method."""
+        """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. This method must be static."""
 
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
 
-        `name` is the parameter prefix of the norm that follows this module. Must be a static method.
+        `name` is the parameter prefix of the norm that follows this module. This method must be static.
         """
 
 
@@ -121,7 +121,7 @@ class Span:
 
     def mean(self, length: int) -> float:
         """Return the mean number of tokens to which a token attends in a document of s = `length` tokens. Without a
-        window or chunks, the mean is counted as s/2. With a window of w tokens, the mean is w - w^2 / 2s."""
+        window or chunks, the mean is approximated as s/2. With a window of w tokens, the mean is w - w^2 / 2s."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * length)
@@ -129,7 +129,8 @@ class Span:
         return w * (1 - w / (2 * length))
 
     def hides(self, length: int) -> bool:
-        """Return whether any token of a document of `length` tokens cannot attend to all earlier tokens."""
+        """Return True if some token in a document of `length` tokens cannot attend to all earlier tokens of the
+        document."""
         return any(limit is not None and limit < length for limit in (self.window, self.chunk))
 
 

@@ -49,11 +49,11 @@ class LossClass(Protocol):
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
         """Return the micro-batch, a `megatron.core.batch.Batch`. If the loss needs other labels or another loss mask,
-        replace them in the micro-batch. Must be a static method."""
+        replace them in the micro-batch. This method must be static."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
-"""Name -> `LossClass`."""
+"""Registry that maps each choice of --loss-func to a `LossClass`."""
 
 LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True, log_likelihood=True)
 
@@ -77,8 +77,8 @@ MOST_COST = 0.01
 WEIGHT_TOKENS = 320
 """Number of tokens at which the matrix products with a weight take as long as reading and writing the weight's gradient
 on an H100. The matrix products need 6 FLOPs per weight element and token, at 700 TFLOP/s. Reading and writing the fp32
-gradient moves 8 bytes per element, at 2.95 TB/s. The number is computed for an H100, because it is smaller or equal on
-the other GPUs that the planner supports."""
+gradient moves 8 bytes per element, at 2.95 TB/s. The number is computed for an H100, because the other GPUs that the
+planner supports have an equal or smaller number."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HeadWidths(NamedTuple):
-    """Channels of heads."""
+    """Numbers of channels of the attention heads."""
 
     key: int
     """Number of channels of a query or key head."""
@@ -43,7 +43,7 @@ class AttentionFacts:
     `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
-    """Predicate that decides whether a flag of the attention module selects the module, overriding
+    """Predicate that decides whether a flag of the attention module selects the module, and thereby overrides
     --attention-module."""
 
     widths: Callable[..., HeadWidths] | None = None
@@ -87,14 +87,15 @@ class MixerFacts:
     rank."""
 
     attends: bool = False
-    """True if the mixer extends the model's attention, and therefore uses its flags and positions."""
+    """True if the mixer extends the model's attention, and therefore uses the flags and positions of attention."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
     """Function of (configuration, layer number, `LayerKind` according to the model's flags) that returns the
     `LayerKind` of a layer with this mixer."""
 
     recomputed: str = ""
-    """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part can."""
+    """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part of the
+    mixer can be recomputed."""
 
     recomputed_with: str = ""
     """Flag that adds the part named by `recomputed` to a model."""
@@ -122,7 +123,7 @@ class Mixer(Protocol):
 
 
 MIXERS = Registry("mixer", MixerFacts, protocol=Mixer, makes=MixerModule)
-"""Name -> `Mixer`."""
+"""Registry that maps the name of each mixer to a `Mixer`."""
 
 _SELF_ATTENTION = "megatron.core.transformer.self_attention:SelfAttention"
 MIXERS.register("self_attention", _SELF_ATTENTION, attention=AttentionFacts(), letter="*")

@@ -48,18 +48,18 @@ class TransformerConfig(ModelFields):
 
     @cached_property
     def attention(self) -> str:
-        """Name of the attention sublayer."""
+        """Name of the model's attention module."""
         chosen = (name for name in ATTENTION_MODULES if attention_facts(name).chosen_by(self))
         return next(chosen, self.attention_module)
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """Properties of the attention sublayer that apply only to attention modules."""
+        """Properties of the attention module that other mixers do not have (`AttentionFacts`)."""
         return attention_facts(self.attention)
 
     @property
     def attention_mixer(self) -> MixerFacts:
-        """`MixerFacts` of the attention sublayer, which are the properties that every kind of mixer has."""
+        """Properties of the attention module that every mixer has (`MixerFacts`)."""
         return MIXERS.facts(self.attention)
 
     @property
@@ -67,7 +67,7 @@ class TransformerConfig(ModelFields):
         """Widths of the query, key and value heads."""
         if (widths := self.attention_facts.widths) is not None:
             return widths(self)
-        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule refuses 0 heads
+        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule reports 0 heads
         return HeadWidths(key, key, self.value_channels or key)
 
     @property
@@ -152,15 +152,15 @@ class TransformerConfig(ModelFields):
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Append the value of each multi-token prediction module to the layers' values: with --mtp-layer-kind
-        own_number, the value of layer k for module k; otherwise, the value of the last layer."""
+        """Append the value of each multi-token prediction module to the values of the layers. With --mtp-layer-kind
+        own_number, module k has the value of layer k; otherwise, all modules have the value of the last layer."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
 
     def _kind(self, parts: Sublayers, local: bool, rotated: bool, ffn: int) -> LayerKind:
-        """Return the kind of a layer that has the sublayers `parts`, and whose MLP has the width `ffn`. Attention is
-        `local` with a sliding window or chunks, and `rotated` with a rotary embedding."""
+        """Return the kind of a layer that has the sublayers `parts`, and whose MLP has the width `ffn`. `local` is True
+        if attention has a sliding window or chunks, and `rotated` is True if it has a rotary embedding."""
         has_own_width = parts.mlp and not parts.experts and ffn != self.ffn_size
         width: tuple[tuple[str, object], ...] = (("ffn_hidden_size", ffn),) if has_own_width else ()
         if not parts.attends:
@@ -189,7 +189,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the model's linear attentions and of their parts. Raises ValueError if a pattern is invalid."""
+        """Names of the mixers that replace attention in some layers, and of the mixers that they include. Raises
+        ValueError if a pattern is invalid."""
         stated = self.stated_layers
         names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
         return tuple(dict.fromkeys(part for n in names if n for part in (n, *MIXERS.facts(n).includes)))
@@ -252,8 +253,7 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return one bool per layer, as the pattern `text` specifies. If `text` is None, return `present` for all
-        layers."""
+        """Return one bool per layer, as the pattern `text` specifies. If `text` is None, all values are `present`."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)

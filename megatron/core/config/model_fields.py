@@ -27,7 +27,7 @@ NEEDED_BY = {
 """Layer parts that only some models have, mapped to the flags that add the parts."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Map each part of a layer that is contained in a larger part to this larger part."""
+"""Larger part of a layer that contains a smaller part, keyed by the smaller part."""
 
 
 class RecomputedParts(Collection[str]):
@@ -36,8 +36,8 @@ class RecomputedParts(Collection[str]):
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Map each recomputable part of a mixer or residual stream to the flag that adds the mixer or stream to a
-        model."""
+        """Return the recomputable parts of mixers and residual streams. Each part is mapped to the flag that adds its
+        mixer or residual stream to a model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.switch) for facts in streams]
@@ -53,8 +53,8 @@ class RecomputedParts(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, part: str) -> str:
-        """Return the file and line that register the mixer or residual stream with the part `part`; empty for parts
-        that every model has."""
+        """Return the file and line that register the mixer or residual stream that adds the layer part `part`. Return
+        an empty string if no mixer or residual stream adds it."""
         owners = [MIXERS.where(name) for name in MIXERS if MIXERS.facts(name).recomputed == part]
         owners += [RESIDUALS.where(name) for name in RESIDUALS if RESIDUALS.facts(name).recomputed == part]
         return owners[0] if owners else ""
@@ -65,7 +65,7 @@ class RecomputedParts(Collection[str]):
         return (NEEDED_BY | self.stated()).get(part, "")
 
     def within(self, part: str) -> str | None:
-        """Return the larger part of a layer that contains `part`; None if no larger part does."""
+        """Return the larger part of a layer that contains `part`; None if `part` is not contained in a larger part."""
         return WITHIN.get(part)
 
 

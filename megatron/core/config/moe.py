@@ -85,11 +85,11 @@ class RouterClass(Protocol):
 
     def make_scores(self, config: Section) -> Scores:
         """Create the `Scores` with the name `config.moe_router_scores`, which is one of `RouterFacts.scores` of this
-        router. Must be a static method."""
+        router. This method must be static."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
-"""Name -> `RouterClass`."""
+"""Registry that maps the name of each router to a `RouterClass`."""
 
 ROUTERS.register(
     "top_k",
@@ -109,8 +109,8 @@ def router_of(config: Section, number: int, in_training: bool = True) -> str:
 
 @dataclass(frozen=True)
 class RouterValues(Collection[str]):
-    """All values of a flag that the registered routers support. The function `stated` returns these values from the
-    `RouterFacts` of a router."""
+    """All values of a flag that the registered routers support. The function `stated` returns the values that one
+    router supports, given its `RouterFacts`."""
 
     stated: Callable[[RouterFacts], tuple[str, ...]]
 

@@ -58,7 +58,7 @@ class Norm(Protocol):
 
 
 NORMALIZATIONS = Registry("--normalization", NormFacts, protocol=Norm, makes=NormModule)
-"""Name -> `Norm`."""
+"""Registry that maps each choice of --normalization to a `Norm`."""
 
 _NORM = "megatron.core.transformer.norm"
 NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", centered=True, biased=True, standard=True)

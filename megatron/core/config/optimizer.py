@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule and its loss scale. This module does not import torch."""
+"""Configuration of the optimizer, the learning-rate schedule and the loss scale. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ class OptimizerConfig(Section):
 
     @property
     def host_store(self) -> str | None:
-        """Name in HOST_MEMORY of the store that keeps optimizer states; None if all states are on the device."""
+        """Name of the store in `HOST_MEMORY` that keeps optimizer states in host memory; None if all states are on the
+        device."""
         return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).fraction(self) > 0), None)
 
     def host_ranges(self, owned: Mapping[tuple[int, int], int]) -> Mapping[tuple[int, int], Sequence[range]]:

@@ -36,11 +36,11 @@ class OptimizerFacts:
 
     whole_roles: Callable[..., frozenset[str]] = _no_roles
     """Function that returns the roles (`ParamMeta.role`) of the matrices that the optimizer updates as whole matrices.
-    Matrices with these roles have separate buffers."""
+    Matrices with these roles are stored in separate buffers."""
 
     others: Callable[..., str] | None = None
-    """Function that returns the name of the optimizer for all other parameters; None if this optimizer updates them
-    too."""
+    """Function that returns the name of the optimizer for all other parameters; None if this optimizer also updates
+    them."""
 
     fields: tuple[str, ...] = ()
     """Configuration fields that determine the optimizer of a parameter. A run must therefore keep the values that these
@@ -56,11 +56,11 @@ class MakeChain(Protocol):
 
     def __call__(self, config: Section, meta: ParamMeta) -> Sequence[object]:
         """Return the update rule of a parameter as a sequence of `megatron.core.optimizer.transforms.Transform`s, which
-        are applied in order. The result must depend only on the arguments, because plans call this function too."""
+        are applied in order. The result must depend only on the arguments, because plans also call this function."""
 
 
 OPTIMIZERS = Registry("--optimizer", OptimizerFacts, protocol=MakeChain)
-"""Name -> `MakeChain`."""
+"""Registry that maps each choice of --optimizer to a `MakeChain`."""
 
 OPTIMIZERS.register("adam", "megatron.core.optimizer.fused:adam", by_element=True)
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
@@ -80,7 +80,7 @@ class StatePlan:
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
         """Return the way in which main parameters are stored, such as "aliased". `params_dtype` and `main_dtype` are
-        the names of the parameters' and the main parameters' dtype.
+        the names of the dtypes of parameters and main parameters.
 
         "aliased" means that the main parameters are the parameters themselves. "stored" means that the main parameters
         are a copy in the main dtype. If `on_host` is True, the main parameters are in host memory and therefore always
@@ -89,8 +89,8 @@ class StatePlan:
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 
     def main_bytes(self, numel: int, kind: str, main: int) -> int:
-        """Return the size in bytes of `numel` main parameters of the kind `kind`. `main` is the size of an element of
-        the main dtype in bytes."""
+        """Return the size in bytes of `numel` main parameters that are stored as `kind` (see `main_kind`). `main` is
+        the size of an element of the main dtype in bytes."""
         return 0 if kind == "aliased" else numel * main
 
     def gradients_dtype(self, optimizer: Section) -> str | None:
@@ -119,7 +119,7 @@ class StateStore(Protocol):
 
 
 STATE_STORES = Registry("store of states", _stated, protocol=StateStore)
-"""Name -> `StateStore`."""
+"""Registry that maps the name of each state store to a `StateStore`."""
 
 STATE_STORES.register("main", "megatron.core.optimizer.optimizer:OptimizerShard", plan=StatePlan())
 
@@ -141,7 +141,7 @@ class LrSchedule(Protocol):
 
 
 LR_SCHEDULES = Registry("--lr-decay-style", NoFacts, protocol=LrSchedule)
-"""Name -> `LrSchedule`."""
+"""Registry that maps each choice of --lr-decay-style to an `LrSchedule`."""
 
 for _style in ("constant", "linear", "cosine", "inverse_square_root", "WSD"):
     LR_SCHEDULES.register(_style.replace("_", "-"), f"megatron.core.optimizer.param_scheduler:{_style.lower()}")

@@ -29,7 +29,7 @@ class HostFacts:
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
     """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. For each bucket,
     the function returns the ranges of elements whose states are in host memory. A bucket is identified by (buffer
-    number, bucket number in the buffer). The second argument has the buckets in the order in which the backward pass
+    number, bucket number in the buffer). The second argument lists the buckets in the order in which the backward pass
     completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
@@ -37,8 +37,8 @@ class HostFacts:
     through which gradients and parameters of the ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
-    """Function of the `ModelParallelConfig` that returns for how many layers at the start of each stage the store keeps
-    activations."""
+    """Function of the `ModelParallelConfig` that returns the number of layers at the start of each stage whose
+    activations the store keeps."""
 
     with_layers: Callable[..., Section]
     """Function of (ModelParallelConfig, n) that returns a copy of the configuration in which the activations of at most
@@ -61,7 +61,7 @@ class HostMemory(Protocol):
         Args:
             config: The `OptimizerConfig`.
             shards: Shards of the main parameters and optimizer states that are in host memory.
-            chains: Chain that updates each shard, in the order of `shards`.
+            chains: Sequence of transforms that updates each shard, in the order of `shards`.
             threads: Number of threads.
         """
 
@@ -92,7 +92,7 @@ class UnitFacts:
     """True if the store keeps parameters and gradients in host memory. Plans use this value to predict memory."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
-    """Predicate that decides whether files back the host memory of the store and of the optimizer states."""
+    """Predicate that decides whether the host memory of the store and of the optimizer states is backed by files."""
 
 
 class UnitStoreClass(Protocol):
@@ -132,7 +132,7 @@ class StageSplit(Protocol):
         costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Return the number of layers, keyed by stage, for those stages for which the flags set this number."""
+        """Return the number of layers in each stage for which the flags set this number, keyed by stage."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
@@ -254,7 +254,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def activation_store(self) -> str | None:
-        """Name in HOST_MEMORY of the store that keeps activations; None if activations stay on the device."""
+        """Name of the store in `HOST_MEMORY` that keeps activations in host memory; None if all activations stay on the
+        device."""
         return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).layers(self)), None)
 
     @property
@@ -265,7 +266,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def unit_store(self) -> str | None:
-        """Name in UNIT_STORES of the store that keeps units between passes; None if they stay on the device."""
+        """Name of the store in `UNIT_STORES` that keeps the parameters of units between passes; None if they stay on
+        the device."""
         return UNIT_STORES.chosen(self)
 
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:

@@ -73,7 +73,7 @@ class ParameterRule:
     `ParamMeta` of a parameter: its role, shape, fan-in, layer and name.
 
     The result of each method must depend only on the flags and the `ParamMeta`, because every rank must obtain the same
-    result, and plans call the methods too.
+    result, and plans also call the methods.
     """
 
     groups = True
@@ -81,7 +81,7 @@ class ParameterRule:
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
         """Return the parameter group for a parameter. `group` is the group that the flags and earlier rules chose for
-        it."""
+        the parameter."""
         return group
 
     def freezes(self, meta: ParamMeta) -> bool:

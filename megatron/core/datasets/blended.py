@@ -26,9 +26,9 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset(SampleOrder):
-    """Blend of `size` samples in proportion to `weights`. Every sample is drawn from the dataset that is currently
-    furthest below its share. If `size` is None, the weights are the lengths of the datasets, and every sample appears
-    once.
+    """Dataset of `size` samples that are drawn from several datasets in proportion to `weights`. Every sample is drawn
+    from the dataset that is currently furthest below its share. If `size` is None, the weights are the lengths of the
+    datasets, and every sample appears once.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class _SameNumbers(SampleOrder):
 
 
 class Renumbered(_SameNumbers):
-    """View of another dataset in which the sources, that is, the blended datasets, have run-wide numbers and names.
-    Source k gets the number `numbers[k]` and the name `names[numbers[k]]`. Samples that pad the last batch beyond the
-    dataset's end are attributed to the first source.
+    """View of another dataset that gives each of its sources (the datasets that it blends) a number and a name that are
+    unique in the run. Source k gets the number `numbers[k]` and the name `names[numbers[k]]`. Samples that pad the last
+    batch beyond the dataset's end are attributed to the first source.
     """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:
@@ -106,8 +106,8 @@ class Renumbered(_SameNumbers):
         return self.numbers[super().sources_of(samples)]
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample as `source:document+token`. `source` is the name of the source, which is unique
-        in the run."""
+        """Return where a sample starts, in the form `source:document+token`. `source` is the name of the source, which
+        is unique in the run."""
         inner = super().origin(index)
         if self.names is None:
             return inner

@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 @dataclass
 class TrainingOrder:
-    """State of the training sources of a run: how many samples of each source all phases so far have consumed."""
+    """State of the training sources of a run: the number of samples of each source that all phases so far have
+    consumed."""
 
     planned: tuple[int | None, ...] = ()
     """Number of samples planned for the current phase before each extension of the phase, oldest first. If the phase
@@ -65,7 +66,7 @@ class Demands:
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
-    """One flag per split, True if the run draws samples from this split. None means that the run draws samples from
+    """One bool per split: True if the run draws samples from the split. None means that the run draws samples from
     every split whose size is given."""
 
     longest: int = 0
@@ -83,7 +84,8 @@ class Blend(NamedTuple):
 
 
 def parse_blend(flag: str, values: Sequence[str]) -> Blend:
-    """Parse `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError with the name of the flag."""
+    """Parse `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError, with `flag` in the message, if the values are
+    invalid."""
     shown = f"{flag} {' '.join(values)}"
     if not values:
         raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")
@@ -136,8 +138,8 @@ def build_datasets(
         config: Paths and options of the data.
         seq_length: Tokens per sample.
         seed: Seed of the sample order.
-        sizes: Number of samples of train, valid and test; None means one epoch.
-        eod: End-of-document token, if the tokenizer has one.
+        sizes: Number of samples in each split: train, valid, test. None means one epoch.
+        eod: Id of the end-of-document token; None if the tokenizer has no such token.
         vocab_size: Exclusive upper bound of the token ids, for the data check.
         demands: Requirements of the run in addition to `config`. Only indexed datasets use these requirements.
 
@@ -195,7 +197,7 @@ def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
 
 
 def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-    """Build the splits of synthetic data."""
+    """Build the splits from synthetic data."""
     found: list[Dataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
         assert size is not None, "the length of synthetic data must be set, because the data has no epochs"
@@ -374,13 +376,14 @@ def source_lines(
     step: StepShape | None = None,
     other: Callable[[str], str | None] = lambda path: None,
 ) -> Iterator[str]:
-    """Yield a line for each dataset of the training split. If a dataset cannot be read, its line contains the error.
+    """Yield one line of text for each dataset of the training split. If a dataset cannot be read, its line contains the
+    error.
 
     Args:
         config: Paths and options of the data.
-        samples: Samples of the run; None means one epoch.
+        samples: Number of samples in the run; None means one epoch.
         seq_length: Tokens per sample.
-        step: Shape of a step.
+        step: Shape of the run's steps, if it is known.
         other: Function that returns the line for a path that is not an indexed dataset, or None if the path is unknown.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Dataset(Protocol):
-    """Interface of a dataset, which gives access to numbered samples, their tokens and their origin."""
+    """Interface of a dataset: a sequence of samples, with the token ids and the origin of each sample."""
 
     @property
     def fingerprint(self) -> str:
@@ -32,7 +32,7 @@ class Dataset(Protocol):
         """Return the seq_length + 1 token ids of a sample."""
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample as `dataset:document+token`."""
+        """Return where a sample starts, in the form `dataset:document+token`."""
 
     def __getitem__(self, index: int) -> Sample:
         """Return the model inputs of a sample (see `SampleFormat.sample`)."""
@@ -50,10 +50,11 @@ class StepShape(NamedTuple):
 
 class Dealer(Protocol):
     """Function that assigns the samples of a step to the micro-batches of all replicas. The function must be pure and
-    have the same result on every rank."""
+    must return the same result on every rank."""
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """Return an array [micro-batches, replicas, micro_batch_size] that contains each of `samples` once."""
+        """Return an array [micro-batches, replicas, micro_batch_size] that contains each sample number in `samples`
+        once."""
 
 
 class Datasets(NamedTuple):
@@ -76,7 +77,7 @@ class BuildDatasets(Protocol):
             config: the run's `DatasetConfig`.
             format: sample length in tokens, and the options for making model inputs.
             seed: random seed for the order of samples.
-            sizes: number of samples wanted from each split: train, valid, test (None: one epoch).
+            sizes: number of samples requested from each split (train, valid, test); None means one epoch.
         """
 
 

@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import GPTIndex, finds_starts, gpt_index_parts, plan_epochs
 from megatron.core.datasets.sample_format import Sample, SampleFormat
 
-# Number and length of the evenly spread ranges of token ids that are checked when a dataset is opened.
+# Number and length of the evenly spaced ranges of token ids that are checked when a dataset is opened.
 PROBES, PROBE_LENGTH = 64, 4096
 
 
@@ -44,13 +44,13 @@ class TextDataset(ABC):
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return for each sample the number of its source, that is, of the blended dataset from which it comes,
-        [samples]. All numbers are 0 if the dataset is not a blend."""
+        """Return the source number of each sample, [samples]. In a blend, this is the number of the dataset from which
+        the sample was drawn; in any other dataset, all source numbers are 0."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
     def origin(self, index: int) -> str:
-        """Return the start of a sample as `dataset:document+token`."""
+        """Return where a sample starts, in the form `dataset:document+token`."""
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
         """Return (document, first token, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
@@ -65,7 +65,7 @@ class Pieces:
     """Pieces of documents of an indexed dataset. A split may consist of pieces instead of whole documents."""
 
     documents: NDArray[np.int64]
-    """Document of each piece [n]."""
+    """Document number of each piece, [n]."""
 
     starts: NDArray[np.int64]
     """Token offset at which each piece starts within its document, [n]."""
@@ -102,7 +102,7 @@ class DocumentSamples(TextDataset):
             documents: Documents of the split, or pieces of documents.
             format: Converter from tokens to model inputs.
             of_split: Name of the split, for messages.
-            fewest: Minimum number of tokens.
+            fewest: Minimum number of tokens that the documents must contain together.
 
         Raises:
             ValueError: The documents contain fewer than `fewest` tokens.
@@ -132,8 +132,8 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """Description of this dataset's documents for a cache key: a digest of all document lengths, and the numbers of
-        the documents."""
+        """Description of this dataset's documents for a cache key: a digest of all document lengths, and either the
+        range of document numbers or a digest of the pieces."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 
@@ -143,7 +143,8 @@ class DocumentSamples(TextDataset):
         three arrays: the document, the first token and the number of tokens of each piece."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:
-        """Return the document that contains token `offset` of a document or piece, and the token's position in it."""
+        """Locate token `offset` of the document or piece `number`. Return the document's number, and the token's
+        position in the document."""
         if self.pieces is None:
             return number, offset
         return int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
@@ -166,12 +167,12 @@ class DocumentSamples(TextDataset):
         """Return the parts of documents that a sample contains, without padding (see `TextDataset.documents_of`)."""
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample as `dataset:document+token`."""
+        """Return where a sample starts, in the form `dataset:document+token`."""
         document, start, _ = self.documents_of(index)[0]
         return f"{Path(self.indexed.prefix).name}:{document}+{start}"
 
     def _probe(self) -> str:
-        """Read some token ranges of the dataset, check that their ids are in the vocabulary, and return a hash of these
+        """Read some ranges of tokens, check that the token ids are in the vocabulary, and return a hash of the
         tokens."""
         length = min(PROBE_LENGTH, self.indexed.num_tokens)
         digest = blake2b(digest_size=16)
@@ -213,8 +214,8 @@ class GPTDataset(DocumentSamples):
         super().__init__(indexed, documents, format, split, 1 if samples is not None else format.seq_length + 1)
         self.plan = plan_epochs(self.tokens, samples, format.seq_length)
         self.samples = self.plan.samples
-        # The requested number of samples affects the index only through the epoch plan, so runs of many lengths share
-        # an index.
+        # The requested number of samples affects the index only through the epoch plan, so runs of different lengths
+        # can share an index.
         order = {
             **self.source,
             "epochs": self.plan.epochs,

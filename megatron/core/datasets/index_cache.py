@@ -3,8 +3,8 @@
 A file name contains a hash of everything that determines the content, so a stale file is never read. Each file is first
 written and synced under a temporary name, and then renamed. A file that exists under its final name is therefore
 complete. Each file ends with a checksum of its array. Every process verifies the checksum. A changed or damaged file is
-rebuilt. Each process checks on its own whether the files exist, so the cache may be on one disk per node or on a shared
-disk. A lock on the folder lets one process build while the others wait. Without locks, as on some network disks,
+rebuilt. Each process checks independently whether the files exist, so the cache may be on one disk per node or on a
+shared disk. A lock on the folder lets one process build while the others wait. Without locks, as on some network disks,
 processes build the same files concurrently.
 """
 
@@ -40,13 +40,13 @@ ABANDONED = 24 * 3600
 
 
 def content_hash(description: Mapping[str, object]) -> str:
-    """Return the hash of a description, which is a JSON object."""
+    """Return the hash of a description that can be converted to JSON."""
     text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def array_digest(array: NDArray) -> str:
-    """Return the hash of an array's bytes, computed by blocks in threads: about 1 s per GB on one core."""
+    """Return a hash of an array's bytes. Threads hash blocks of the array, which takes about 1 s per GB on one core."""
     return blake2b(_of_blocks(lambda block: blake2b(block, digest_size=16).digest(), array), digest_size=16).hexdigest()
 
 
@@ -70,10 +70,10 @@ def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes
 
 
 class IndexCache:
-    """A folder of index files.
+    """Folder in which index files are cached.
 
-    If `folder` is None, the cache uses the folder `default` next to the data. If `default` is not writable, indices
-    stay in memory, with a warning. If `folder` is given but not writable, the cache raises an error.
+    If `folder` is None, the cache uses the folder `default` next to the data. If `default` is not writable, the indices
+    stay in memory, and a warning is logged. If `folder` is given but not writable, `arrays` raises ValueError.
     """
 
     def __init__(self, folder: str | None, default: str) -> None:
@@ -88,8 +88,8 @@ class IndexCache:
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
-        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. Each array is
-        written in parallel with building the next array.
+        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. While one array is
+        written, the next array is built.
 
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.
@@ -180,8 +180,8 @@ def _warn_damaged(path: Path, why: str) -> None:
 
 
 def _save(array: NDArray, path: Path) -> None:
-    """Write numpy's file format with Python's file I/O, because `np.save` does not notice a disk that is full at the
-    last block."""
+    """Write numpy's file format with Python's file I/O, because `np.save` does not report an error if the disk becomes
+    full while the last block is written."""
     array = np.ascontiguousarray(array)
     with open(path, "wb") as stream:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
@@ -194,7 +194,7 @@ def _checksum_line(array: NDArray) -> bytes:
 
 
 def _load_whole(path: Path) -> NDArray:
-    """Map an array. Raises ValueError unless the file ends with the checksum of its content."""
+    """Memory-map an array. Raises ValueError unless the file ends with the checksum of its content."""
     array: NDArray = np.load(path, mmap_mode="r").view(np.ndarray)
     expected = _checksum_line(array)
     with open(path, "rb") as stream:
@@ -222,8 +222,8 @@ def _sweep(folder: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the advisory lock of the folder if the file system supports locks. The lock is released when the process
-    exits."""
+    """Hold the advisory lock of the folder if the file system supports locks. The lock is released when the context or
+    the process exits."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -49,7 +49,7 @@ def strip_suffix(prefix: str) -> str:
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped, and sequences are read on request.
+    """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped, and sequences are read on demand.
 
     The `.bin` file is read with explicit read calls instead of a memory map, because training reads documents in random
     order. With a memory map, read-ahead is wasted (measured: at least 10 times slower if the file is not in memory),
@@ -97,7 +97,7 @@ class IndexedDataset:
         return np.frombuffer(_map(self.prefix + ".bin", self.prefix), self.dtype)
 
     def get(self, index: int, start: int = 0, stop: int | None = None) -> NDArray:
-        """Return token ids [start, stop) of a sequence, up to the end of the sequence. Thread-safe."""
+        """Return token ids [start, stop) of a sequence, up to the end of the sequence. This method is thread-safe."""
         length = int(self.lengths[index])
         stop = length if stop is None else min(stop, length)
         return self.read(int(self.offsets[index]) // self.dtype.itemsize + start, max(0, stop - start))
@@ -117,7 +117,8 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def verify(self) -> list[str]:
-        """Read the whole index, and list all inconsistencies within the index, and between the index and the data."""
+        """Read the whole index, and return a message for each inconsistency in its sequence lengths, byte offsets and
+        document boundaries."""
         found = self._wrong_sequences()
         if not self._boundaries_ascend():
             found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")
@@ -202,7 +203,7 @@ def _cut(size: int, expected: int) -> str:
 
 
 def _reader(path: str, given: str) -> tuple[Callable[[int, int], bytes], int]:
-    """Return a file's size and a thread-safe function that reads (start, length) of the file."""
+    """Return a thread-safe function (start, length) that reads bytes of a file, and the size of the file."""
     if isinstance(stored := located(path), UrlPath):
         storage = storage_of(stored)
         return partial(storage.read_shared, stored), _found(storage.size(stored), path, given)

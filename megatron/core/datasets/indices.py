@@ -33,7 +33,7 @@ CELLS = 1 << 16
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """Parse the value of `--split`. Return the shares of train, valid and test, normalized to sum to 1. Raises
-    ValueError.
+    ValueError if the value is invalid.
 
     Surrounding quotes, which a shell leaves in a variable, are ignored.
     """
@@ -126,14 +126,14 @@ MANY_SAMPLES = 4
 """Maximum number of samples per document for which sample starts are stored. If a split has more samples per document,
 its sample starts are computed on access.
 
-Each stored start of a sample takes two numbers. For many short samples, storing the starts would take more memory and
-time than all other arrays, even if a run reads only few samples.
+Storing the start of a sample takes two numbers. If a split has many short samples, storing all starts would take more
+memory and time than all other arrays, even if a run reads only a few samples.
 """
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Return True if the index of a split stores where documents end instead of where samples start. In an index of
-    document ends, the start of a sample is found by search."""
+    """Return True if the index of a split stores where documents end instead of where samples start. In such an index,
+    the start of a sample is found by binary search."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 
@@ -177,8 +177,8 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
     """Return the start of each sample in the document stream, followed by the end of the last sample: [samples + 1, 2].
 
-    The stream is processed in parts, which needs little memory in addition to the result. While one part is processed,
-    a thread looks up the document lengths of the next part.
+    The stream is processed in parts to save memory. While one part is processed, a thread looks up the document lengths
+    of the next part.
 
     Args:
         lengths: Document lengths of the dataset.
@@ -233,8 +233,8 @@ def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tup
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
     """Return the order in which samples are drawn.
 
-    All samples are shuffled together, unless the plan separates the last epoch, whose samples are then shuffled
-    separately.
+    If the plan separates the last epoch, its samples are shuffled separately; otherwise, all samples are shuffled
+    together.
     """
     dtype = np.uint32 if plan.samples < 2**32 - 2 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
@@ -255,14 +255,15 @@ class BlendIndex(NamedTuple):
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
-    """Build the index of a greedy blend of datasets. Each draw is from the dataset furthest below its share; on a tie,
-    from the first such dataset."""
+    """Build the index of a greedy blend of datasets. Each sample is drawn from the dataset that is furthest below its
+    share. If several datasets tie, the first of them is used."""
     choice = _blend(weights, size)
     return BlendIndex(choice, _nth_of_each(choice, len(weights)))
 
 
 def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
-    """Build a greedy blend with dataset sizes as weights until all datasets are exhausted."""
+    """Build the index of a greedy blend that contains every sample of every dataset once. The sizes of the datasets are
+    the weights of the blend."""
     total = sum(sizes)
     filled = np.flatnonzero(np.array(sizes))
     limits = [sizes[number] for number in filled.tolist()]

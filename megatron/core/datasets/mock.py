@@ -21,8 +21,9 @@ class MockGPTDataset(TextDataset):
     """Noisy affine sequences: token x is followed by a*x + b modulo the size of the alphabet, or sometimes by a random
     token.
 
-    Sample i depends only on (seed, split, i). The map from x to a*x + b is a permutation that depends only on the seed.
-    A model that has learned the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
+    Sample i depends only on (seed, split, i). The map from x to a*x + b is a permutation of the alphabet, and is the
+    same for all samples and splits. A model that has learned the map reaches a loss equal to the noise entropy, about
+    0.44 nats per token.
     """
 
     def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:
@@ -37,7 +38,7 @@ class MockGPTDataset(TextDataset):
         )
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample as `mock:INDEX+0`, because every sample is a document of its own."""
+        """Return `mock:INDEX+0`, because every sample is a separate document that starts at token 0."""
         return f"mock:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:

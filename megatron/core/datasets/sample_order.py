@@ -15,7 +15,7 @@ from megatron.core.datasets.sample_format import Sample
 class SampleOrder(TextDataset):
     """Base class of datasets that return the samples of other datasets in a different order.
 
-    Subclasses implement `place`. `place` determines the inputs, tokens, origin and document pieces of a sample.
+    Subclasses implement `place`, which determines the inputs, tokens, origin and document pieces of a sample.
     """
 
     @abstractmethod

@@ -30,8 +30,8 @@ PREFETCH = 4
 
 
 def in_order(dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """Assign samples in order, as Megatron-LM does: micro-batch by micro-batch, replica by replica. The default
-    `Dealer`."""
+    """Assign samples in order, as Megatron-LM does: micro-batch by micro-batch, replica by replica. This function is
+    the default `Dealer`."""
     return np.arange(samples.start, samples.stop).reshape(-1, replicas, micro_batch_size)
 
 
@@ -109,7 +109,7 @@ class DataIterator:
 
     @property
     def row(self) -> int:
-        """Number of samples in one micro-batch of all ranks."""
+        """Number of samples that all data-parallel ranks together process per micro-batch."""
         return self.micro_batch_size * self.dp_size
 
     def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
@@ -147,7 +147,8 @@ class DataIterator:
         wait([future for _, future in self._ready])
 
     def restrict(self, end: int, micro_batch_size: int) -> None:
-        """Change the end of the data and the micro-batch size."""
+        """Change the end of the data and the micro-batch size. If either differs, discard the prefetched
+        micro-batches."""
         if (end, micro_batch_size) != (self.end, self.micro_batch_size):
             self._drop()
             self.end, self.micro_batch_size = end, micro_batch_size
@@ -185,7 +186,7 @@ class DataIterator:
     def _schedule(self, depth: int, batch_size: int) -> None:
         """Schedule work until `depth` micro-batches are ready or in progress, or until the data ends.
 
-        `batch_size` is the batch size that is assumed for all further steps.
+        All further steps are assumed to have the global batch size `batch_size`.
         """
         assert self._pool is not None
         while len(self._ready) < depth:

@@ -39,7 +39,7 @@ class SourceOrder:
         cache: IndexCache,
         make: SampleMaker = GPTDataset,
     ) -> None:
-        """Create the order of a source, without any segments.
+        """Create a sample order that has no segments yet.
 
         Args:
             indexed: Dataset of the documents.
@@ -57,7 +57,7 @@ class SourceOrder:
         self.cache = cache
         self.segments: list[DocumentSamples] = []
         self.taken = 0
-        """Number of samples of the segments that were consumed."""
+        """Number of samples consumed so far, counted from the start of the first segment."""
         self._begun = 0
 
     @property
@@ -68,8 +68,8 @@ class SourceOrder:
         return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
 
     def view(self, format: SampleFormat, planned: Sequence[int | None]) -> TextDataset:
-        """Return the next samples: at least as many as the last number in `planned`, or one epoch if the last number is
-        None.
+        """Return a dataset of the samples that follow the consumed samples. It contains at least as many samples as the
+        last number in `planned`, or one epoch if the last number is None.
 
         `planned` lists the sample counts that were requested so far: first the original count, then one count for each
         extension. Raises ValueError under the same conditions as `GPTDataset`.
@@ -89,7 +89,7 @@ class SourceOrder:
         self.taken += samples
 
     def restart(self) -> None:
-        """Discard all segments, and start a new order of which no samples are consumed."""
+        """Discard all segments, and reset the number of consumed samples to 0."""
         self.segments, self.taken = [], 0
 
     def add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
@@ -128,7 +128,7 @@ def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[boo
     """Split the concatenated tokens of all documents into consecutive parts in proportion to `shares`.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Number of tokens in each document.
         shares: Share of each split.
         wanted: Whether each split must contain at least `block` tokens. A split with fewer tokens takes the missing
             tokens from the largest split.

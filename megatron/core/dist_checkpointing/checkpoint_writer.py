@@ -177,9 +177,9 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """Host buffer for everything that this rank writes. The buffer is reused for all saves, and is pinned if the state
-    is on a GPU. The buffer is allocated as pageable memory and pinned afterwards, because torch's allocator for pinned
-    memory rounds sizes up to a power of two.
+    """Host buffer for all tensors that this rank writes to a checkpoint. The buffer is reused for all saves, and is
+    pinned if the state is on a GPU. The buffer is allocated as pageable memory and pinned afterwards, because torch's
+    allocator for pinned memory rounds sizes up to a power of two.
     """
 
     def __init__(self) -> None:

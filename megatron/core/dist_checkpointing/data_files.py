@@ -48,8 +48,8 @@ class StoredFiles(FileSystem):
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[Range]] = {}
-        """Byte ranges that will be read next, keyed by file name. Each file is read from front to back, and no bytes
-        outside its ranges are read."""
+        """Byte ranges that will be read next, keyed by file name. A file in this dictionary is read from front to back,
+        and only within its ranges."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
@@ -113,8 +113,8 @@ class Templates:
         self._met: set[Kind] = set()
 
     def of(self, kind: Kind) -> Template | None:
-        """Return the template of a kind of tensors. Return None at the first request for this kind, and if the kind has
-        no template."""
+        """Return the template for tensors of a kind. At the first request for the kind, and for a kind that has no
+        template, return None."""
         if kind not in self._made:
             if kind not in self._met:
                 self._met.add(kind)
@@ -201,7 +201,8 @@ def contiguous(dtype: torch.dtype, shape: Sequence[int]) -> Kind:
 
 @contextmanager
 def one_checksum() -> Iterator[None]:
-    """Disable the zip checksums of torch.save, which torch.load ignores. The manifest's checksums cover all bytes."""
+    """Disable the zip checksums of torch.save, which torch.load ignores. The checksums in the checkpoint's manifest
+    already cover all bytes of the file."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -225,9 +226,8 @@ class DataWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: PurePath) -> None:
         # This writer syncs files when they are closed. DCP would sync a file too early, before Python's buffer is
-        # flushed. Without
-        # copy-ahead, DCP creates no CUDA stream. With copy-ahead, DCP would create the stream on device 0 if the thread
-        # has set no current device.
+        # flushed. Without copy-ahead, DCP creates no CUDA stream. With copy-ahead, DCP would create the stream on
+        # device 0 if the thread has set no current device.
         super().__init__("", sync_files=False, per_thread_copy_ahead=0)
         self.path = folder
 

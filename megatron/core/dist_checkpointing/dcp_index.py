@@ -1,9 +1,9 @@
-"""Safe reading of the files of torch.distributed.checkpoint (DCP).
+"""Reader for untrusted checkpoints of torch.distributed.checkpoint (DCP).
 
-The index is a pickle that may come from an untrusted source. The pickle may therefore refer only to the classes of a
-tensor index, and only to files in the folder of the index. A small tensor is copied without unpickling if all bytes
-around its data are exactly those that torch would write. The pickles of all other tensors are checked before torch
-reads them.
+The index is a pickle that may come from an untrusted source. The pickle may therefore refer only to the classes that a
+tensor index needs, and only to files in the folder of the index. A small tensor is copied without unpickling if all
+bytes around its data are exactly those that torch would write. The pickles of all other tensors are checked before
+torch reads them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ MALFORMED = (
 
 
 class IndexReader(dcp.FileSystemReader):
-    """DCP reader that reads the index only once, and accepts only the classes of a tensor index in it. Before torch
-    unpickles a tensor, the tensor's part of the file is checked."""
+    """DCP reader that reads the index only once, and refuses an index that refers to classes which no tensor index
+    needs. Before torch unpickles a tensor, the tensor's part of the file is checked."""
 
     def __init__(self, folder: PurePath) -> None:
         super().__init__("")

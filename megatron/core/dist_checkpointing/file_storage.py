@@ -1,12 +1,12 @@
 """Storage of a run's files: the local disk, or a URL scheme that an extension registers. This module does not import
 torch.
 
-A path object is only a name, and does not access the file. `storage_of(path)` returns the storage, which lists, reads,
-writes, publishes and removes files. A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the
+A path object only names a file; it does not access the file. `storage_of(path)` returns the storage, which lists,
+reads, writes, publishes and removes files. A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the
 storage registered for s3.
 
 A folder is published as a whole. `begin` prepares the folder, files are written below `scratch`, and `publish` makes
-the folder visible under its final name. On the local disk, publishing is a rename. Object stores cannot rename a
+the folder visible under its final name. On the local disk, `publish` renames the folder. Object stores cannot rename a
 folder, so an object `.unfinished` marks the folder as incomplete until everything else is written.
 """
 
@@ -77,20 +77,20 @@ class Storage(Protocol):
 
     @abstractmethod
     def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes of a file from `start`, by default up to the end.
-
-        Returns fewer bytes if the file is shorter. Raises FileNotFoundError.
+        """Return `length` bytes of a file, starting at byte `start`; by default, read to the end of the file. If the
+        file ends earlier, return fewer bytes. Raises FileNotFoundError if there is no such file.
         """
         ...
 
     @abstractmethod
     def write(self, path: PurePath, data: bytes) -> None:
-        """Write a whole file. Readers see either the old or the new content, even after a power failure."""
+        """Write a whole file. Other processes that read the file see either the old or the new content, even after a
+        power failure."""
         ...
 
     @abstractmethod
     def remove(self, path: PurePath) -> None:
-        """Delete a file, or a folder with its contents. Raises FileNotFoundError."""
+        """Delete a file, or a folder with its contents. Raises FileNotFoundError if there is neither."""
         ...
 
     def content(self, path: PurePath) -> bytes | None:
@@ -111,7 +111,7 @@ class Storage(Protocol):
         self.write(path, data)
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read part of a file that never changes, and that all processes of the host may read through this method.
+        """Read part of a file that never changes. All processes of a host may call this method for the same file.
 
         The default implementation calls `read`, and caches no data.
         """
@@ -133,12 +133,12 @@ class Storage(Protocol):
         return self.size(path) is not None or bool(self.names(path))
 
     def open(self, path: PurePath) -> IO[bytes]:
-        """Open a file for reading at any position. Raises FileNotFoundError."""
+        """Open a file for reading at any position. Raises FileNotFoundError if there is no such file."""
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
         """Open a file for reading `ranges` from front to back. Hardly any bytes outside of `ranges` are requested from
-        the storage. Raises FileNotFoundError."""
+        the storage. Raises FileNotFoundError if there is no such file."""
         size = self._known_size(path)
         return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
 
@@ -159,7 +159,7 @@ class Storage(Protocol):
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Return the folder in which the files of `final` are written until it is published.
+        """Return the folder in which the files of `final` are written until `final` is published.
 
         Only the process that called `begin` may call this method.
         """
@@ -320,7 +320,8 @@ LOCAL = LocalStorage("file")
 
 
 def located(path: str | PurePath) -> PurePath:
-    """Convert a flag's path to a `UrlPath` if a storage is registered for its scheme, else to a `Path`."""
+    """Convert the path in a flag to a `UrlPath` if a storage is registered for the path's URL scheme, and to a `Path`
+    otherwise."""
     if isinstance(path, PurePath):
         return path
     scheme, mark, _ = path.partition("://")
@@ -343,7 +344,7 @@ def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
     `wanted` returns True for its name.
 
     Only files directly in the folder are linked. If `folder` is on the local disk, it is returned unchanged. Raises
-    OSError.
+    OSError if the stored files cannot be read.
     """
     if isinstance(folder, Path):
         return folder

@@ -1,8 +1,8 @@
 """Functions that recognize the kind of a path: a checkpoint, a run, an indexed dataset, or a kind that an extension
 adds. This module also defines the names of checkpoint folders and files. This module does not import torch.
 
-Every flag and tool that takes a path calls this module, so that they all classify paths alike. An extension adds a
-kind:
+Every flag and tool that takes a path calls this module, so that they all classify paths alike. An extension adds a kind
+of path as follows:
 
     @PATH_KINDS.register("archive", about="is an archive of text", order=46)
     def is_archive(path: str) -> bool:
@@ -64,8 +64,8 @@ class KindFacts:
 
 
 class PathKind(Protocol):
-    """Interface of classes and functions that recognize one kind of path. `DataKind`, and the kinds of model files that
-    --load accepts, add methods to this interface."""
+    """Interface of classes and functions that recognize one kind of path. `DataKind`, and the classes for model files
+    that --load accepts, add methods to this interface."""
 
     def __call__(self, path: str, /) -> bool:
         """Return whether a path is of this kind. The path need not exist, and may also be a pattern or a URL."""
@@ -75,7 +75,7 @@ PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)
 
 
 class DataReader(Protocol):
-    """Interface of readers that make indexed datasets from files of another kind."""
+    """Interface of readers that make indexed datasets from files in other formats."""
 
     def prefix(self, flag: str, path: str, /) -> str:
         """Return the prefix of the dataset made from the files that a path names. Create the dataset if it does not
@@ -115,14 +115,14 @@ class DataKind(ABC):
 OURS = ("checkpoint", "checkpoints")
 
 RUNS = ("checkpoints", "run")
-"""Description of the contents of a run's --save folder, for error messages."""
+"""Kinds of paths that a run's --save folder may have."""
 
 TEXTS = ("text", "url")
 """Kinds of paths, other than prefixes of indexed datasets, that may be passed to --data-path."""
 
 
 def kind_of(path: str | PurePath) -> str:
-    """Return the name in `PATH_KINDS` of the kind of a path."""
+    """Return the kind of a path, which is a name in `PATH_KINDS`."""
     names = sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)
     return next(name for name in names if PATH_KINDS[name](str(path)))
 
@@ -189,9 +189,8 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
 
 
 def data_kind_of(path: str | PurePath) -> DataKind | None:
-    """Return the kind of a path from which an indexed dataset is made.
-
-    Returns None if the path is an indexed dataset already, or if no kind can make a dataset from it.
+    """Return the `DataKind` that makes an indexed dataset from a path. Return None if the path is already an indexed
+    dataset, or if no kind can make a dataset from it.
     """
     is_url = "://" in str(path)  # with any scheme
     kind = "url" if is_url else kind_of(path)
@@ -204,14 +203,15 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
 
 
 def is_foreign_model(path: str | PurePath) -> bool:
-    """Return whether the path is a model that --load accepts although its format is not that of our checkpoints."""
+    """Return whether the path is a model in a foreign format (not the checkpoint format of this library) that --load
+    accepts."""
     kind = kind_of(path)
     return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:
-    """Return a message that explains why a flag or tool refuses a path, followed by `remedy`. By default, `remedy`
-    lists what --load accepts."""
+    """Return a message that explains why a flag or tool refuses a path, followed by `remedy`. By default, the remedy
+    lists the kinds of paths that --load accepts."""
     kind, folder = kind_of(path), located(path).parent
     if remedy is None:
         *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))
@@ -235,7 +235,7 @@ def checkpoint_folder(root: Folder, iteration: int) -> Folder:
 
 
 def saved_folders(root: Folder) -> dict[int, Folder]:
-    """Map iteration to folder for every published checkpoint in `root`."""
+    """Return the folders of all published checkpoints in `root`, keyed by iteration."""
     found, storage = dict[int, Folder](), storage_of(root)
     for name in storage.names(root):  # X before X.old
         if (match := re.fullmatch(r"iter_(\d+)(\.old)?", name)) and storage.finished(root / name):
@@ -274,9 +274,10 @@ def latest_text(root: PurePath) -> str:
 
 
 def read_latest(root: PurePath) -> int | None:
-    """Return the iteration of the newest complete checkpoint in `root` from its text file; None without that file.
+    """Read the iteration of the newest complete checkpoint in `root` from the text file `LATEST`. Return None if there
+    is no such file.
 
-    Raises ValueError if the file does not contain a number.
+    Raises ValueError if the file does not contain an iteration number.
     """
     path, storage = root / LATEST, storage_of(root)
     if not storage.exists(path):
@@ -303,7 +304,7 @@ def candidates(path: PurePath) -> Candidates:
     """List the checkpoints that `path` may refer to: `path` itself if it is a checkpoint, or all checkpoints in the
     folder `path` up to the latest one. A text file names the latest checkpoint. If the text file is missing or damaged,
     the checkpoint with the highest iteration is the latest. Raises ValueError if the file is damaged and there is no
-    checkpoint, or if another program wrote the checkpoints.
+    checkpoint, or if `path` is a model that must be converted to a checkpoint first.
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))

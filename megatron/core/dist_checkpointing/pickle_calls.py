@@ -1,4 +1,4 @@
-"""Checks which calls a torch.save pickle makes before torch reads it. This module does not import torch.
+"""Checks the function calls in a torch.save pickle before torch reads the pickle. This module does not import torch.
 
 `torch.load(weights_only=True)` runs no code from a file. However, `torch.load` permits some functions that allocate
 memory of a given size or repeat text, so a pickle of 30 bytes may request gigabytes. `check_calls` interprets the
@@ -34,7 +34,7 @@ FREE_BYTES = 1 << 20
 
 
 class Bytes(Protocol):
-    """Interface that a `bytes` object and a memory-mapped file have in common."""
+    """Interface shared by `bytes` objects and memory-mapped files."""
 
     def __len__(self) -> int: ...
 
@@ -48,11 +48,12 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
 
     Args:
         data: the bytes of the pickles, and the bytes that follow.
-        size: bytes of the whole file, which limits its storages and calls.
+        size: size of the whole file in bytes, which limits the memory that the storages and calls in the pickles may
+            allocate.
         also: functions `module.name` that the program permits in addition to `RULES`, and whose calls allocate nothing.
 
-    Raises pickle.UnpicklingError, with a message of one line, if a call allocates memory of a given size, copies too
-    much or is unknown, or if the pickle is damaged.
+    Raises pickle.UnpicklingError, with a one-line message, if a call allocates memory of a given size, copies too much
+    or is unknown, or if the pickle is damaged.
     """
     reader = _Reader(data, size, also)
     try:

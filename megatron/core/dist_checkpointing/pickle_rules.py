@@ -19,7 +19,7 @@ class Refused(pickle.UnpicklingError):
 
 
 class Name(str):
-    """`module.name` that a pickle looks up."""
+    """Full name (`module.name`) of a class or function to which a pickle refers."""
 
     __slots__ = ()
 
@@ -59,7 +59,8 @@ class Storage:
 
 @dataclass
 class Call:
-    """A call in a pickle: its arguments, and a function that checks calls nested in them."""
+    """Function call in a pickle: the arguments (`given`), and a function (`inner`) that checks a call nested in the
+    arguments."""
 
     given: tuple[object, ...]
     inner: Callable[[object, object], object]
@@ -135,14 +136,14 @@ def _with_type(call: Call) -> str | None:
 
 
 def _empty_array(call: Call) -> str | None:
-    """Check a call with (ndarray, (0,), ...). A call with these arguments creates an empty array, whose shape and
-    values are set afterwards."""
+    """Check a call of numpy's `_reconstruct`, whose arguments must be (ndarray, (0,), ...). A call with these arguments
+    creates an empty array, whose shape and values are set afterwards."""
     return None if call.given[1:2] == ((0,),) else "with a shape"
 
 
 def _one_number(call: Call) -> str | None:
-    """Check a call with (dtype, bytes). A call without bytes is refused, because the dtype alone would then decide how
-    much memory numpy allocates."""
+    """Check a call of numpy's `scalar`, whose arguments must be (dtype, bytes). A call without bytes is refused,
+    because the dtype alone would then decide how much memory numpy allocates."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
 
@@ -165,8 +166,8 @@ RULES: Mapping[str, Callable[[Call], str | None]] = {
     "numpy.dtype": _dtype,
 }
 """Rules that decide whether a pickle's call is permitted, keyed by the called function. A rule returns the reason for
-refusing a call, or None if the call is permitted. For functions that are always harmless, the value is None instead of
-a rule."""
+refusing a call, or None if the call is permitted. The rule for functions that are always harmless is `_harmless`, which
+permits every call."""
 
 _WIDE = {
     **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),

@@ -24,8 +24,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.torch_private import disabled_torch_function, wrapper_tensor
 
 LocalBox = tuple[tuple[int, ...], Tensor]
-"""A box, that is, a rectangular block of a global tensor: its offset in the global tensor, and a live view of its
-data."""
+"""Box (rectangular block) of a global tensor: a pair of its offset in the global tensor and a live view of its data."""
 
 
 class ShardedBoxes(Tensor):
@@ -118,8 +117,8 @@ class OptimizerPiece:
     `OptimizerPiece` may be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard
     from 0 to its size.
 
-    `own_shape` is the shape of a state if it differs from the parameter's shape, else None. If `own_shape` is set,
-    `start` and `stop` refer to the whole state, which no other rank of the stage holds.
+    If the shape of the state differs from the shape of the parameter, `own_shape` is the shape of the state. In this
+    case, the state is not sharded, and `start` and `stop` are positions in the whole state.
     """
 
     key: str
@@ -140,9 +139,8 @@ class OptimizerPiece:
         assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
 
     def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return the boxes, that is, the rectangular blocks of the global tensor, of which this piece consists. Each
-        box is a pair of its offset in the global tensor and a live view of its data. `coords` are the coordinates of
-        the rank."""
+        """Return the boxes (rectangular blocks of the global tensor) that make up this piece. Each box is a pair of its
+        offset in the global tensor and a live view of its data. `coords` are the coordinates of the rank."""
         whole = self.own_shape
         local = self.meta.box(coords) if whole is None else ((0,) * len(whole), whole)
         flat = boxes_of_flat_range(*local, self.start, self.stop)

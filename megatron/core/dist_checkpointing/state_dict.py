@@ -55,7 +55,7 @@ def optimizer_state(
     """Return the state dict for saving the state of the optimizer or of a callback.
 
     Args:
-        pieces: State on this rank.
+        pieces: State of the optimizer or callback on this rank.
         state: Process groups.
         data_sharded: True if each data-parallel rank holds a different part (ZeRO-1).
         prefix: Prefix of all keys. The prefix identifies the optimizer or the callback.
@@ -88,8 +88,8 @@ def load_targets(
         pieces: Optimizer state on this rank.
         state: Process groups.
         saved: Keys that the checkpoint contains.
-        load_optimizer: Whether to load the optimizer states too.
-        sharded: Pieces of parameters of which this rank holds only a part.
+        load_optimizer: Whether to also load the optimizer states.
+        sharded: Pieces of those parameters that this rank holds only in part.
     """
 
     def weight_key(name: str) -> str:

@@ -52,7 +52,7 @@ Folder = TypeVar("Folder", bound=PurePath)
 
 
 class MismatchError(ValueError):
-    """Raised if the tensors of a checkpoint and of a run differ."""
+    """Raised if the tensors in a checkpoint do not match the tensors of the run."""
 
     def __init__(self, text: str, keys: Sequence[str]) -> None:
         super().__init__(text)
@@ -77,25 +77,24 @@ def save(
     writer: Writer = DataWriter,
     check: Callable[[], None] = lambda: None,
 ) -> Folder:
-    """Save a checkpoint and make it the latest. Collective over `world`.
+    """Save a checkpoint and make it the latest. All ranks of `world` must call this function.
 
     Args:
         root: folder of the run's checkpoints.
         iteration: number of completed iterations.
-        tensors: this rank's boxes of each tensor, by key.
+        tensors: this rank's boxes (rectangular blocks) of each tensor, keyed by tensor name.
         payload: values to store as JSON, the same on all ranks.
         world: all ranks that save.
         writer: class that writes the files of this rank.
-        check: raises OSError if this run must not write to `root` now. The first rank calls `check` before it changes
-            anything in `root`, and again before the checkpoint is published.
+        check: function that raises OSError if this run must not write to `root` now. The first rank calls `check`
+            before it changes anything in `root`, and again before the checkpoint is published.
 
     Returns:
         The folder of the checkpoint. The checkpoint is complete on disk when this function returns on any rank.
 
     Raises:
-        CheckpointError: The checkpoint could not be saved. All live ranks raise this error. If the save fails, the
-        files that it wrote are
-            deleted, and the previous checkpoint remains the latest.
+        CheckpointError: The checkpoint could not be saved. All live ranks raise this error. The files that
+            the failed save wrote are deleted, and the previous checkpoint remains the latest.
     """
     try:
         on_first_rank(check, world)
@@ -113,8 +112,8 @@ def save(
 
 
 def _space(root: PurePath, tensors: StateDict, world: Axis) -> str:
-    """Return a text that states how much disk space a checkpoint needs and how much is free. Collective over
-    `world`."""
+    """Return a text that states how much disk space a checkpoint needs and how much is free. All ranks of `world` must
+    call this function."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
@@ -186,7 +185,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """An open checkpoint. Raises ValueError if `folder` does not contain a complete checkpoint."""
+    """An opened checkpoint. The constructor raises ValueError if `folder` does not contain a complete checkpoint."""
 
     def __init__(self, folder: PurePath) -> None:
         self.folder = folder
@@ -207,7 +206,7 @@ class Checkpoint:
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load the checkpoint into `targets`. Collective over `world`.
+        """Load the checkpoint into `targets`. All ranks of `world` must call this method.
 
         Raises ValueError on every rank, with the keys in the message, in three cases: a target is missing from the
         checkpoint or has a different shape there; the checkpoint contains a key that no rank loads, and `ignore`
@@ -225,7 +224,7 @@ class Checkpoint:
             )
 
     def read(self, key: str, first: int | None = None) -> Tensor:
-        """Read one whole tensor without other ranks. If `first` is given, read only index `first` of the tensor's first
+        """Read one whole tensor on this rank alone. If `first` is given, read only index `first` of the tensor's first
         dim."""
         info = self.tensors[key]
         offset, shape = (0,) * len(info.shape), info.shape
@@ -304,7 +303,7 @@ def _raise_first(problems: list[Problem | None]) -> None:
 
 
 def _publish(root: PurePath, iteration: int, payload: dict[str, object], sums: Sums) -> None:
-    """Publish a written checkpoint."""
+    """Write the metadata and the manifest of a checkpoint, and publish its folder."""
     final, storage = checkpoint_folder(root, iteration), storage_of(root)
     scratch = storage.scratch(final)
     metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
@@ -319,8 +318,7 @@ def _nonempty(tensors: StateDict) -> StateDict:
 
 def ranks_without(seen: bool, world: Axis) -> str:
     """Return the ranks for which `seen` is False, with their hosts: `ranks 2, 3 (on host1)`; empty if there are none.
-
-    Collective over `world`.
+    All ranks of `world` must call this function.
     """
     found = gather_objects((seen, socket.gethostname()), world)
     ranks = [rank for rank, (sees, _) in enumerate(found) if not sees]
@@ -338,8 +336,8 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
     """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. If `reads` is True, a
     damaged checkpoint file raises ValueError instead of CheckpointError.
 
-    If any rank fails, DCP raises, on every rank, a BaseException that contains the failures of all ranks. DCP's warning
-    about working in a single process is silenced, because a single process is intended.
+    If any rank fails, DCP raises a BaseException on every rank, which contains the failures of all ranks. DCP's warning
+    that torch.distributed is disabled is silenced, because a single process may also save and load checkpoints.
     """
     try:
         with warnings.catch_warnings():

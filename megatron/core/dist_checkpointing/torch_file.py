@@ -1,5 +1,5 @@
-"""Reading of torch.save files that are not trusted. The reader accepts only tensors and plain values, and allocates at
-most as much memory as the size of the file."""
+"""Reader for untrusted torch.save files. It accepts only tensors and plain values, and limits the memory that a file
+can request to a small multiple of the file's size (`pickle_calls`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     `permitted` lists additional classes and functions to which the file may refer. If a file refers to a class or
     function under another name, list the pair (object, name). A permitted function must not let its arguments choose
     how much memory it allocates. Raises pickle.UnpicklingError if a file refers to other classes or functions, or
-    requests more memory than its size. If the file is damaged, many other exceptions are possible.
+    requests too much memory for its size. If the file is damaged, many other exceptions are possible.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -37,10 +37,10 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
 def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
     """Check the calls that `torch.load` would make if it loaded `file`, which must be seekable. The file must be
-    positioned at its beginning. Restores the position.
+    positioned at its beginning. The position is restored.
 
-    Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more bytes
-    than the file has, and for a damaged pickle. torch reports damage in a zip file.
+    Returns whether the file is in zip format. Raises pickle.UnpicklingError if the calls would allocate too much memory
+    for the size of the file, or if the pickle is damaged. A damaged zip file is not reported here, but by `torch.load`.
     """
     size = file.seek(0, 2)
     file.seek(0)

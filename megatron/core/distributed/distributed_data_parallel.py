@@ -51,8 +51,8 @@ class DistributedDataParallel:
     With `overlap_grad_reduce`, a bucket's reduction starts during the backward pass, as soon as its last gradient is
     complete. With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and
     each module waits for its parameters before it runs. If GEMMs use a low-precision format, ranks may gather the
-    weights in that format instead of the parameters, which leaves the parameters outside of this rank's shards
-    outdated. Call `finish_param_sync` before you read parameters outside of a forward pass.
+    weights in that format instead of the parameters. The parameters outside of this rank's shards are then outdated.
+    Call `finish_param_sync` before you read parameters outside of a forward pass.
 
     If `data_parallel_sharding_strategy` shards gradients or parameters, unsharded matrices exist only during the
     forward and backward passes of the unit that contains them. A unit is a transformer layer, or a module outside of
@@ -154,8 +154,8 @@ class DistributedDataParallel:
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
-        """Return three numbers of bytes: parameters that stay on the device, gradients that stay on the device, and
-        both kinds in host memory."""
+        """Return three sizes in bytes: of the parameters kept on the device, of the gradients kept on the device, and
+        of all parameters and gradients kept in host memory."""
         found = [0, 0, 0]
         for buffer in self.buffers:
             for kind, kept in enumerate((buffer.param_data, buffer.grad_data)):
@@ -290,7 +290,7 @@ class DistributedDataParallel:
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad`. After a reduction, a rank may have the gradients of only its shards. This
+        """All-gather every `main_grad`. After a reduction, a rank may hold only the gradients of its shards. This
         method is for tests and diagnostic tools that need the gradients of all elements."""
         for bucket in self.buckets:
             bucket.gather_grads_()
@@ -307,8 +307,8 @@ def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
     """Autograd hook that adds `param.grad` to `param.main_grad`, immediately or together with other gradients, and then
     frees `param.grad`.
 
-    Autograd also calls this hook if `param.grad` is None, because autograd Functions have already added the gradient to
-    `param.main_grad`.
+    Autograd also calls this hook if a layer's autograd Function has already added the gradient to `param.main_grad`;
+    `param.grad` is then None.
     """
     grad, param.grad = param.grad, None
     if grad is None:

@@ -1,5 +1,5 @@
-"""Computes the final gradient of a step after the last micro-batch: finishes the reductions, and divides once by the
-token count.
+"""Functions that compute the final gradient of a step after the last micro-batch: they finish the reductions, and
+return the factor that divides once by the token count.
 
 Losses are sums over tokens. The gradients of these sums are divided only once, by the number of valid tokens in the
 global batch. `reduce_model_grads` returns the factor that performs this division. The result therefore does not depend
@@ -28,8 +28,8 @@ from megatron.core.torch_private import foreach_copy_
 def reduce_model_grads(
     ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
 ) -> Tensor:
-    """Finish the sums over ranks in this rank's part of every `main_grad`, and return the factor that scales these sums
-    to the gradient of the mean loss per token.
+    """Finish summing this rank's part of every `main_grad` over ranks, and return the factor that scales these sums to
+    the gradient of the mean loss per token.
 
     The factor is a float64 scalar on the device. Pass the factor to `DistributedOptimizer.step`, which applies it
     without a separate pass over the gradients, or to `scale_grads_` of `ddp`. The gradient of a batch without valid
@@ -37,9 +37,9 @@ def reduce_model_grads(
 
     Args:
         ddp: Owner of this rank's gradient buffers.
-        total_tokens: The `global_token_count`.
+        total_tokens: Result of `global_token_count`.
         state: Process groups.
-        seed: Initial gradient of every loss sum, which the factor divides out.
+        seed: Initial gradient of every loss sum, by which the returned factor also divides.
     """
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)

@@ -2,10 +2,11 @@
 
 A bucket can be reduced when the gradients of its parameters are complete. To detect this, every parameter reports each
 contribution to its `main_grad`. If a layer adds weight gradients itself, each use of the parameter in the layer causes
-one report. The sum of the gradients that autograd computes causes one report. Every micro-batch therefore causes the
-same number of reports. A gradient is complete after (reports per micro-batch) * (micro-batches) reports. Counting
-reports works for any order of backward passes, for split backward passes, and for parameters that several stages share.
-Because reports are counted, a schedule does not have to mark the last backward pass of a step.
+one report. If autograd computes the gradients of the parameter, it first sums them, and the sum causes one report.
+Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
+(micro-batches) reports. Counting reports works for any order of backward passes, for split backward passes, and for
+parameters that several stages share. Because reports are counted, a schedule does not have to mark the last backward
+pass of a step.
 
 A bucket's all-gather must end before a module reads the parameters. Each module therefore waits, before it runs, for
 the buckets of its parameters.
@@ -23,11 +24,11 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 
 class GradReadiness:
     """Counter of gradient contributions, which starts the reduction of a bucket when the gradients of all its
-    parameters are complete. A parameter reports each contribution to its gradient. The first step learns the number of
-    reports per micro-batch, and starts no reduction early. A parameter whose number of reports differs between
-    micro-batches never counts as complete, so its bucket is reduced at the end of the step. `start(k)` starts all
-    reductions up to bucket k, so all ranks start them in the same order, regardless of the order in which gradients
-    arrive.
+    parameters are complete. A parameter reports each contribution to its gradient. During the first step, the counter
+    learns the number of reports per micro-batch, and starts no reduction early. A parameter whose number of reports
+    differs between micro-batches never counts as complete, so its bucket is reduced at the end of the step. `start(k)`
+    starts all reductions up to bucket k, so all ranks start them in the same order, regardless of the order in which
+    gradients arrive.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
@@ -65,7 +66,7 @@ class GradReadiness:
                 self.started += 1
 
     def end_step(self) -> None:
-        """End a step, when all of its gradients are complete."""
+        """End a step after all of its gradients are complete."""
         if self.per_microbatch is None and self.microbatches and any(self.reports):
             counts = (count / self.microbatches for count in self.reports)
             self.per_microbatch = [count if count and count.is_integer() else float("inf") for count in counts]
@@ -89,7 +90,7 @@ def wait_before_forward(
 
 
 def bucket_numbers(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Map the index of a parameter to the position of its bucket."""
+    """Return the position in `buckets` of each parameter's bucket, keyed by the index of the parameter."""
     return {place.index: k for k, bucket in enumerate(buckets) for place in bucket.layout.params}
 
 

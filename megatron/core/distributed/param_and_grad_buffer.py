@@ -27,10 +27,10 @@ from megatron.core.torch_private import foreach_add_, foreach_copy_
 class Bucket:
     """Part of a buffer that is reduced in one collective.
 
-    `params` and `grads` cover the whole bucket. `param_shard` and `grad_shard` are this data-parallel rank's part. With
-    `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the sum in `grads`.
-    `owned_grads` is the part that contains the sum, and `owned_params` is the corresponding part of the parameters,
-    which this rank updates.
+    `params` and `grads` cover the whole bucket. `param_shard` and `grad_shard` are the parts that belong to this
+    data-parallel rank. With `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the
+    sum in `grads`. `owned_grads` is the part of `grads` that contains the sum, and `owned_params` is the corresponding
+    part of `params`, which this rank updates.
 
     If `reduce_dtype` differs from the gradients' dtype, a reduction uses a copy of the gradients in `reduce_dtype`.
     The copy of the gradients is freed when the reduction ends. Gradients are summed over a rank's micro-batches in
@@ -76,8 +76,8 @@ class Bucket:
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
 
     def gather_bytes(self) -> tuple[Tensor, Tensor]:
-        """Make all-gathers send parameters that have been cast to a one-byte format. Returns uint8 memory for the whole
-        bucket, and the part of this memory that belongs to the rank.
+        """Switch the all-gathers of this bucket to parameters that have been cast to a one-byte format. Return uint8
+        memory for the cast parameters of the whole bucket, and the part of this memory that belongs to the rank.
         """
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
@@ -87,11 +87,11 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Called once with the parameters `owners` of the bucket, after their values were moved into `params`.
-        Subclasses can free or copy memory here; `Bucket.adopt` does nothing."""
+        """Hook that is called once with the parameters `owners` of the bucket, after their values have been moved into
+        `params`. Subclasses can free or copy memory here; `Bucket.adopt` does nothing."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
-        """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""
+        """Return a 1-D view of the gradient of `piece`, which is one of `owned_pieces`."""
         start = piece.offset - self.owned_range[0]
         return self.owned_grads[start : start + piece.stop - piece.start]
 
@@ -113,7 +113,7 @@ class Bucket:
             self._grad_sync = start_all_reduce_(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Wait for `start_grad_sync`; `owned_grads` then holds the sum."""
+        """Wait for the reduction that `start_grad_sync` started. `owned_grads` then contains the sum."""
         if self._grad_sync is not None:
             self._grad_sync.wait()
             self._grad_sync = None
@@ -131,7 +131,7 @@ class Bucket:
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
 
     def finish_param_sync(self) -> None:
-        """Wait for `start_param_sync`."""
+        """Wait for the all-gather that `start_param_sync` started."""
         if self._param_sync is not None:
             self._param_sync.wait()
             self._param_sync = None
@@ -158,7 +158,7 @@ class WholeUnits:
     """
 
     buckets: Sequence[Bucket] = ()
-    """Buckets of units."""
+    """Buckets that contain units."""
 
     def begin_step(self, microbatches: int) -> None:
         """Start a step of `microbatches` micro-batches. If `microbatches` is 0, no gradient is reduced before the end
@@ -172,7 +172,7 @@ class WholeUnits:
         """Free the unsharded parameters, for example because the values of their shards have changed."""
 
     def drop_grads(self) -> None:
-        """Discard whole gradients."""
+        """Discard the unsharded gradients."""
 
     def zero_sums(self) -> None:
         """Set the gradient sums to zero, so that the next micro-batch starts new sums."""
@@ -236,7 +236,7 @@ class BufferKind:
 
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    """Dtype of reductions over ranks."""
+    """Dtype in which gradients are reduced over ranks."""
 
     shard_grads: bool
     shard_params: bool = False

@@ -7,7 +7,7 @@ data-parallel rank. This module computes the layout of all buffers once, from th
 distributed optimizer, checkpoints and memory plans use the same layout.
 
 Buckets are filled in reverse registration order, roughly the order in which the backward pass completes gradients, so
-that the first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of
+that the first buckets are ready first. If gradients or parameters are also sharded (ZeRO-2 and ZeRO-3), a bucket of
 matrices contains one unit: a transformer layer, or a module outside of layers. Norms and biases, about 0.1 % of the
 elements, remain in ordinary buckets and are not sharded.
 
@@ -29,8 +29,8 @@ from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
-"""Alignment in elements: each parameter starts at a multiple of this number. Elements that share a scale in an
-optimizer state form blocks of at most this size."""
+"""Alignment in elements: each parameter starts at a multiple of this number. An optimizer state may have one scale per
+block of elements; a block contains at most this many elements."""
 
 BucketPlace = tuple[int, int]
 """Pair (number of a buffer, number of a bucket within this buffer)."""
@@ -97,8 +97,8 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Contiguous buffer for parameters of one parameter group and optimizer, whose gradients are reduced over the same
-    ranks."""
+    """Layout of a contiguous buffer. All parameters in the buffer belong to the same parameter group, and their
+    gradients are reduced over the same ranks."""
 
     expert: bool
     """True if the buffer is reduced over the ranks of the axis "expt_dp" instead of "dp_cp", because it contains
@@ -129,8 +129,8 @@ class BufferLayout:
         return self.buckets[-1].stop
 
     def kept(self, shards: bool) -> int:
-        """Return how many elements of the buffer a rank keeps between passes. If `shards` is True, only the rank's
-        shards of units are kept between passes.
+        """Return how many elements of the buffer a rank keeps between passes. If `shards` is True, the rank keeps only
+        its shards of a buffer that contains units.
         """
         return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 
@@ -159,12 +159,12 @@ def plan_buffers(
         data_parallel_size: Number of ranks of the axis "dp_cp".
         expert_data_parallel_size: Number of ranks of the axis "expt_dp".
         bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
-        group_of: Function that returns the optimizer's group of a parameter.
+        group_of: Function that returns the parameter group of a parameter.
         whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
         linears_apart: Whether to put the weights of linear layers in separate buffers, for all-gathers in another
             number format.
         unit_ranks: The matrices of each unit form a separate bucket if their gradients are reduced over at least this
-            number of ranks; None for never.
+            number of ranks. With None, no unit has a separate bucket.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"

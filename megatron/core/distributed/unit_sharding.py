@@ -9,7 +9,7 @@ layer. The ranks communicate before and after each forward and backward pass of 
 - after a backward pass, the unit's gradients are reduced over the ranks, while the next unit computes.
 
 The order of units is learned from the previous step, because a schedule uses the units in the same order in each step
-with the same number of micro-batches. The order includes the passes of recomputation. All ranks of a group therefore
+with the same number of micro-batches. The order also includes recomputed forward passes. All ranks of a group therefore
 gather and reduce in the same order. In the first step and during evaluation, no unit is gathered early.
 
 With a split backward pass (I for inputs, W for weights), gradients are reduced after W, which needs no parameters.
@@ -52,8 +52,8 @@ class UnitBucket(Bucket):
 
     Unsharded gradients exist from the first contribution of a micro-batch until they have been reduced and added to
     `grad_shard`. Unsharded parameters exist from the unit's first `acquire` to its last `release`. The memory of the
-    unsharded parameters is freed and allocated again, but its views stay the same. Views that autograd saved are valid
-    whenever the parameters are gathered."""
+    unsharded parameters is repeatedly freed and reallocated, but the parameters remain the same views. Views that
+    autograd saved are valid whenever the parameters are gathered."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         super().__init__(layout, buffer)
@@ -79,14 +79,14 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def start_gather(self) -> None:
-        """Start gathering the parameters, unless they are gathered or a gather is in progress. Collective."""
+        """Start gathering the parameters if they are not in memory. All ranks must call this method."""
         if not self.whole_params:
             alloc_storage(self.params)
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for another pass. Every rank must call `acquire`, unless they are gathered."""
+        """Begin a pass. If the parameters are not in memory, gather them; all ranks must then call this method."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
@@ -183,7 +183,7 @@ IN_FLIGHT = 1
 
 @dataclass(eq=False)
 class Unit:
-    """Module, with the buckets of its parameters. Modules that share a tied parameter share a bucket."""
+    """Module and the buckets of its parameters. Modules that share a tied parameter share a bucket."""
 
     module: nn.Module
     buckets: list[UnitBucket]
@@ -200,7 +200,7 @@ T = TypeVar("T")
 
 @dataclass
 class Order(Generic[T]):
-    """Order in which the passes of a step use units or buckets. One step learns the order for the following steps."""
+    """Order in which the passes of a step use units or buckets. One step records the order for later steps."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
     """Orders of units observed in earlier steps, keyed by number of micro-batches."""
@@ -233,8 +233,8 @@ class Order(Generic[T]):
 
 
 class UnitSharding(WholeUnits):
-    """Hooks for the units in one rank's modules. If `shards_params` is False, gradients are sharded, but parameters are
-    not. Copies of parameters in other dtypes are freed together with the parameters."""
+    """Hooks that shard gradients and, if `shards_params` is True, parameters of the units in one rank's modules. Copies
+    of parameters in other dtypes are freed together with the parameters."""
 
     buckets: Sequence[UnitBucket]
 
@@ -249,7 +249,7 @@ class UnitSharding(WholeUnits):
     ) -> None:
         """Install the hooks.
 
-        `queue` holds back weight gradients of split backward passes. `casts` holds weights in another format."""
+        `queue` holds back weight gradients of split backward passes. `casts` caches weights in another format."""
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units have a different class"
         self.shards_params = shards_params
@@ -408,7 +408,7 @@ class UnitSharding(WholeUnits):
 
 
 class ShardedUnits(UnitStore):
-    """Units whose shards stay on the device. A unit store that keeps shards elsewhere derives from this class."""
+    """Unit store that keeps shards on the device. A unit store that keeps shards elsewhere derives from this class."""
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
         return UnitBucket(layout, buffer)
@@ -435,7 +435,7 @@ def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.devi
 
 
 def _apart_from(unit: Unit, output: object) -> object:
-    """Return the unit's output. Copy tensors that are views of the unit's parameters, which are about to be freed."""
+    """Return the unit's output, but copy tensors that are views of the parameters, which are about to be freed."""
     if isinstance(output, Tensor):
         memory = storage_id(output)
         return output.clone() if any(memory == storage_id(b.params) for b in unit.buckets) else output
