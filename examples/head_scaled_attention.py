@@ -34,7 +34,7 @@ class HeadScaledAttention(nn.Module):
         self.proj = row_parallel(RowLinear(f"{name}.proj", heads * d, h, config.add_bias_linear), ctx)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """x [s/tp, b, h] -> [s/tp, b, h] with sequence parallelism, [s, b, h] without; s/cp with context parallelism"""
+        """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism divides s by cp."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.heads_of_group + 2, self.head_dim))  # [s, b, groups/tp, rows, d]
         q, k, v = qkv.split((self.heads_of_group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)  # [s, b, heads/tp, d], 2 of [s, b, groups/tp, d]

@@ -3,7 +3,8 @@ over the sharded vocabulary.
 
 python pretrain_gpt.py --extension examples/label_smoothing.py --loss-func label_smoothing --label-smoothing 0.1 ...
 
-The label has the probability 1 - e, plus e / V like every other token, so that the loss of a token is
+The target probability of the label is 1 - e + e / V. The target probability of every other token is e / V. The loss of
+a token is therefore
 
     -log p(label) + e * (logit of the label - mean of all logits)
 """

@@ -1,5 +1,5 @@
 """Lion optimizer (arXiv:2302.06675). An update is the sign of an average of gradients. The optimizer stores one state
-for each parameter.
+tensor for each parameter.
 
 python pretrain_gpt.py --optimizer lion --lr 3e-5 --weight-decay 0.3 ...
 """

@@ -82,7 +82,7 @@ class Server(BaseHTTPRequestHandler):
         self.wfile.write(b"" if self.command == "HEAD" else data or b"")
 
     def log_message(self, *args: object) -> None:
-        """Prints nothing."""
+        """Do not print requests."""
 
 
 if __name__ == "__main__":

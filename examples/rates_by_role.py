@@ -18,7 +18,8 @@ from megatron.training.extensions import Problem, extension_flags
 
 
 def factors(options: "RoleRates") -> dict[str, float]:
-    """Role -> factor. Raises ValueError for a text that is not ROLE=NUMBER."""
+    """Return the learning-rate factors keyed by role. Raises ValueError if a text does not have the form
+    ROLE=NUMBER."""
     pairs = (text.split("=") for text in options.role_lr or ())
     return {role: float(factor) for role, factor in pairs}
 

@@ -1,4 +1,4 @@
-"""Metric that logs the fraction of tokens whose loss is trained on, over all ranks.
+"""Metric that logs the fraction of tokens whose loss is included in the training loss, over all ranks.
 
 python pretrain_gpt.py --extension examples/trained_share.py --eod-mask-loss ...
 
@@ -19,6 +19,6 @@ class TrainedShare(Callback):
 
 
 def trained_share(step: StepView) -> tuple[Tensor, int]:
-    """Return the number of tokens whose loss is trained on, and the number of all tokens."""
+    """Return the number of tokens whose loss is included in the training loss, and the number of all tokens."""
     masks = [batch.loss_mask for batch in step.batches]
     return torch.stack([mask.sum() for mask in masks]).sum(), sum(mask.numel() for mask in masks)

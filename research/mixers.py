@@ -1,5 +1,5 @@
 """Compare the speed of this program's token-mixing layers with those of transformers. The benchmark times forward and
-backward passes of models with few layers. The two programs run in turns.
+backward passes of models with few layers. The timed rounds of the two programs are interleaved.
 
     python research/mixers.py                                # all, one sample of 2,048 tokens in float32
     python research/mixers.py --only mamba2 --compile --rounds 7

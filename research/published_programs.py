@@ -66,15 +66,15 @@ class Program:
 
 
 THIS = Program()
-"""This program."""
+"""Program without differences from this program. It is the default for published runs."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
-"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. The number
-after a minus sign is already counted for this program's loss kernel."""
+"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. A number
+after a minus sign is subtracted because the plan already counts these bytes for this program's loss kernel."""
 
 PASSES_OF_GRADIENT = 8 - 4, 6
-"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. The
-number after the minus sign is already counted for this program's loss kernel."""
+"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. The number after the
+minus sign is subtracted because the plan already counts these bytes for this program's loss kernel."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:
@@ -107,7 +107,7 @@ class ProgramCache(PlannerCache):
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
     """Cache of converted events. The key consists of `id(part)` and of a flag that is true if the part includes the
-    output layer. The value refers to the part, so the id stays valid."""
+    output layer. `ProgramCache` keeps a reference to each part, so that the part's id is not reused."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

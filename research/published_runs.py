@@ -118,8 +118,8 @@ class PublishedRun:
 
 
 def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
-    """Yield the runs that a YAML file describes. A run can refer to model families and models of the same file, and to
-    those of published_runs.yaml."""
+    """Yield the runs that a YAML file describes. A run can refer to model families and models that are defined in the
+    same file or in published_runs.yaml."""
     table, shared = yaml.safe_load(path.read_text()), yaml.safe_load(RUNS.read_text())
     families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:
@@ -167,7 +167,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error of the predicted figure."""
         return self.found / self.published - 1
 
     @property
@@ -182,8 +182,8 @@ class Compared:
 
 
 def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> Iterator[Compared]:
-    """Yield a comparison of the predicted and the published value for each run. The prediction assumes nodes with eight
-    devices."""
+    """For each run, yield a comparison of the predicted and the published step time. The prediction assumes nodes with
+    eight devices."""
     cache = cache or PlannerCache()
     caches: dict[Program, PlannerCache] = {THIS: cache}
     for run in runs:

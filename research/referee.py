@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.extensions import load
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients that two megatron-core ranks have summed."""
+    """Check the gradients that two megatron-core ranks have summed, and return the exit code of tools/referee.py."""
     if args.site is None or not (args.site / "megatron/core").is_dir():
         raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
     script = Path(__file__).with_name("megatron_core_step.py")
@@ -62,8 +62,8 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
 
 
 def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
-    """Run the processes of a training step, one for each command. If a process fails, or after `LIMIT` seconds, ends
-    all processes and raises SystemExit."""
+    """Run the processes of a training step, one for each command. If a process fails, or if `LIMIT` seconds have
+    passed, end all processes and raise SystemExit."""
     ranks = [subprocess.Popen(command, env=environment) for command in commands]
     end = time.monotonic() + LIMIT
     try:
@@ -82,7 +82,8 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str])
 
 
 def judged_trainer(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients that transformers' Trainer passes to its optimizer."""
+    """Check the gradients that transformers' Trainer passes to its optimizer, and return the exit code of
+    tools/referee.py."""
     from research.trainer_step import save_step
 
     loss = save_step(folder, of_means=args.fault == "means")

@@ -77,8 +77,8 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
 
 
 def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.Cell]:
-    """Return the cells of tools/bench/speed.py that can be compared with other programs. The returned cells also
-    contain contestants that train with other programs."""
+    """Return the cells of tools/bench/speed.py that can be compared with other programs. Each returned cell also
+    contains a `Contestant` for each of these programs."""
     every = speed.cells(threads, ranks, steps)
     found = {}
     for name, dtype, mode in product(STYLES, speed.FORMATS, ("eager", "compiled")):

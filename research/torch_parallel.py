@@ -109,7 +109,7 @@ def loss_of(micro_batches: int, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def updated(model: nn.Module, backward: Step) -> Step:
-    """Return a training step, which runs all micro-batches, clips the gradients and applies AdamW."""
+    """Return a training step that runs `backward` for all micro-batches, clips the gradients and applies AdamW."""
     kinds: dict[bool, list[Tensor]] = {}  # operations on lists cannot mix tensors and DTensors
     for parameter in model.parameters():
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -132,9 +132,9 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
-    """Return a function that runs one training step, in which this rank processes every `size`-th sample, beginning
-    with number `rank`. Each sample is a micro-batch. The step calls `begin` before each micro-batch, with True for the
-    last micro-batch and False for the others."""
+    """Return a function that runs one training step. In this step, this rank processes every `size`-th sample of the
+    batch, starting with sample `rank`. Each sample is a micro-batch. The step calls `begin` before each micro-batch,
+    with True for the last micro-batch and False for the others."""
 
     def backward() -> None:
         batch = next(batches)

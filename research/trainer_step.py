@@ -44,7 +44,7 @@ class OfMeans(Trainer):
 def save_step(folder: Path, of_means: bool = False) -> float:
     """Run one step of transformers' Trainer on a small Llama model, and save the model, the batch and the gradients.
     The step accumulates gradients over micro-batches of one sample each. The samples have different numbers of labels.
-    Returns the loss that Trainer logs."""
+    Return the loss that Trainer logs."""
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=TOKENS, max_position_embeddings=32)

@@ -26,15 +26,14 @@ def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subproc
 def run_command(
     command: Sequence[object], code: int | None = None, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture stdout and stderr. Asserts that the command exits with `code`, unless `code` is
-    None."""
+    """Run a command and capture stdout and stderr. Assert that the command exits with `code`, unless `code` is None."""
     words = [str(word) for word in command]
     return checked(subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG), code)
 
 
 def python_apart(*command: str, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `python COMMAND...` with the repository on the module path and the additional environment variables
-    `environ`. Asserts that the process exits with `code`, unless `code` is None."""
+    `environ`. Assert that the process exits with `code`, unless `code` is None."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ

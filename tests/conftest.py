@@ -162,8 +162,8 @@ def same_numbers() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_extensions() -> Iterator[None]:
-    """After each test file, remove the extensions that it registered, because other files compare flags and
-    sections."""
+    """After each test file, remove the extensions that it registered, because tests in other files compare all
+    registered flags and sections."""
     yield from _forgetting()
 
 

@@ -1,4 +1,4 @@
-"""Indexed datasets and tokenizers for tests, and full disks."""
+"""Create indexed datasets and tokenizers for tests, and simulate a full disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "
 
 
 def byte_level(texts: Sequence[str] = (), special: Sequence[str] = (), size: int = 0) -> Any:
-    """Return a byte-level BPE tokenizer of the `tokenizers` package, like GPT-2's, trained on texts. If there are no
-    texts, the tokenizer is not trained, and each byte is a token. Special tokens have the first ids if the tokenizer is
-    trained, and the last ids otherwise."""
+    """Train a byte-level BPE tokenizer of the `tokenizers` package on `texts`, and return the tokenizer. GPT-2's
+    tokenizer has the same type. If there are no texts, the tokenizer is not trained, and each byte is a token. Special
+    tokens have the first ids if the tokenizer is trained, and the last ids otherwise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -40,8 +40,8 @@ def run_program(
     *argv: object, cwd: Path = ROOT, code: int | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or `-m MODULE`, as `python ARGV...` does in the folder `cwd`. `environ` adds environment variables,
-    and variables of launchers are removed. Returns the exit code and both outputs. If `code` is not None, assert that
-    the exit code is `code`.
+    and variables of launchers are removed. Return the exit code, standard output and standard error. If `code` is not
+    None, assert that the exit code is `code`.
 
     Modules that the test process has imported are already imported in the program. To test that a script finds its
     modules, use a separate process.
@@ -139,8 +139,8 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Wait until all processes have exited, and return their exit codes. If a rank does not exit within `seconds`,
-    raises TimeoutError with a description of all ranks that still run."""
+    """Wait until all processes have exited, and return their exit codes. Raises TimeoutError with a description of all
+    ranks that still run if a rank does not exit within `seconds`."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 
 class SharedDeviceGloo(dist.ProcessGroupGloo):
-    """gloo process group that uses this process's device."""
+    """gloo process group that uses the device shared by all groups of this process."""
 
     _device: tuple[int, dist.ProcessGroupGloo.Device] | None = None
     """Id of the process that created the device, and the device. A fork needs a new device."""

@@ -1,9 +1,9 @@
 """Detect calls in this thread that would make the host wait for a GPU or a GPU wait for the host. The detection works
 on any device.
 
-`HostWaits` lists three kinds of calls. Calls of the first kind, such as `item`, read tensor values into Python. Results
-of the second kind have shapes that depend on values, which torch must read from the device. Calls of the third kind
-create tensors from Python numbers; copying these tensors to a device blocks.
+`HostWaits` lists three kinds of calls. Calls of the first kind, such as `item`, read tensor values into Python. Calls
+of the second kind return tensors whose shapes depend on tensor values, which torch must read from the device. Calls of
+the third kind create tensors from Python numbers; copying these tensors to a device blocks.
 """
 
 from __future__ import annotations

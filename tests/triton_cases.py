@@ -98,8 +98,8 @@ def compiled(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: int
 ) -> Any:
     """Compile a kernel for a GPU. Pointers and integer arguments are assumed to be multiples of 16, as in large layers.
-    The type of an operand may be a tuple of types. If None or a number is given in place of a type, it is a
-    compile-time constant."""
+    The type of an operand may be a tuple of types. If `types` contains None or a number instead of a type, the operand
+    is a compile-time constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

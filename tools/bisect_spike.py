@@ -3,12 +3,13 @@
     python tools/bisect_spike.py runs/a
     python tools/bisect_spike.py runs/a --iteration 1414 --from 1400 -- --tp 2      # under this layout, on CPU ranks
 
-Trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss replaced;
-with the whole batch replaced; and with the learning rate held at the checkpoint's value (or at a tenth of it, if it has
-not risen since then). One process can repeat the training of any layout, because sample order, dropout and learning
-rates do not depend on the layout. The spike is the cause of the run's last rollback or, without a rollback, the largest
-loss increase in metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. The exit code is 0 if the
-cause was found, 1 if no single cause was found or there is no spike, and 2 if the folder or the flags are wrong.
+The tool trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss
+replaced; with the whole batch replaced; and with the learning rate held at the checkpoint's value (or at a tenth of it,
+if it has not risen since then). One process can repeat the training of any layout, because sample order, dropout and
+learning rates do not depend on the layout. The spike is the cause of the run's last rollback or, without a rollback,
+the largest loss increase in metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. The exit code
+is 0 if the cause was found, 1 if no single cause was found or there is no spike, and 2 if the folder or the flags are
+wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

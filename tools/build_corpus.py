@@ -2,9 +2,9 @@
 
     python tools/build_corpus.py --output corpus.jsonl
 
-Writes JSON lines, {"text": ..., "path": ...}: one document for each source file of the standard library. Installed
-packages, character tables and (without --with-tests) test folders are skipped. Files are ordered by a hash of their
-paths, so that a validation split samples the whole library.
+The tool writes JSON lines, {"text": ..., "path": ...}: one document for each source file of the standard library.
+Installed packages, character tables and (without --with-tests) test folders are skipped. Files are ordered by a hash of
+their paths, so that a validation split samples the whole library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

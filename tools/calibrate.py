@@ -5,9 +5,9 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... tools/calibrate.py --output mine.yaml   several nodes and the network
     python pretrain_gpt.py ... --dry-run --device mine.yaml                            predict step times from the file
 
-It measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a node and
-between nodes. All ranks measure at the same time, because all ranks also compute at the same time in training. Launch
-as many ranks per node, and bind them to the same processors, as in the training run. The measurement takes about
+The tool measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a
+node and between nodes. All ranks measure at the same time, because all ranks also compute at the same time in training.
+Launch as many ranks per node, and bind them to the same processors, as in the training run. The measurement takes about
 --seconds. With --cpu, the tool measures the processors and gloo. The GPU measurements have not been tested on a GPU
 yet.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -222,7 +222,7 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
 
 
 def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:
-    """Print the first difference between the two layouts, or between replicas within one layout. Returns the exit
+    """Print the first difference between the two layouts, or between replicas within one layout. Return the exit
     code."""
     a, b = snapshots
     largest, where = 0.0, ""

@@ -4,13 +4,13 @@
     python tools/compare_megatron_flags.py ~/Megatron-LM --branch dev --write "Megatron-LM dev 1a2b3c4d (2026-09-30)"
     python tools/compare_megatron_flags.py
 
-Prints the flags that are new, removed or changed since the version in the table megatron_flags/flags_of_head.txt. For
-each new flag, it prints how this program treats the flag: the same, translated, no effect, refused, or unknown. Then
-prints the number of flags with each treatment, and the flag choices that this program does not recognize. The tool runs
-the code of the checkout in a separate process to build its argument parser. --write updates the table for the given
-branch, and stores the given description of the version. The exit code is 1 if a flag or a choice is unknown. Without a
-checkout, the tool only updates how this program treats each flag in the table. Run it without a checkout after a flag
-has been added to this program.
+The tool prints the flags that are new, removed or changed since the version in the table
+megatron_flags/flags_of_head.txt. For each new flag, the tool prints how this program treats the flag: the same,
+translated, no effect, refused, or unknown. It then prints the number of flags with each treatment, and the flag choices
+that this program does not recognize. The tool runs the code of the checkout in a separate process to build its argument
+parser. --write updates the table for the given branch, and stores the given description of the version. The exit code
+is 1 if a flag or a choice is unknown. Without a checkout, the tool only updates how this program treats each flag in
+the table. Run the tool without a checkout after a flag has been added to this program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 from megatron.extensions.interop.megatron_flags.head_flags import (

@@ -3,11 +3,12 @@
     python tools/coordinate_check.py --widths 64 128 256 --depths 2 4 8 --output check.png -- \\
         --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
 
-Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
-After each step, the tool measures two root mean squares for the batch: of the activations, and of their change since
-initialization. If both root mean squares are independent of width and depth, a learning rate that was tuned on a small
-model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square) over
-log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width doubles.
+The tool trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after
+`--`. After each step, the tool measures two root mean squares for the batch: of the activations, and of their change
+since initialization. If both root mean squares are independent of width and depth, a learning rate that was tuned on a
+small model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square)
+over log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width
+doubles.
 
 A model of a different width keeps the number of channels per head. All other widths, such as MLP widths, are scaled in
 proportion, except those in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope
@@ -27,7 +28,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -61,7 +62,7 @@ PARTS = ("embedding", "attention", "mlp", "stream", "logits")
 the last layer ("stream"), and the output layer."""
 
 Sizes = dict[str, list[float]]
-"""For each part of the model, the root mean squares after 0, 1, 2, ... steps."""
+"""Root mean squares after 0, 1, 2, ... steps, keyed by part of the model."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -103,7 +103,8 @@ def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, de
 
 
 def prompts_of(args: argparse.Namespace) -> Iterator[str]:
-    """Return --prompt, or the lines of standard input."""
+    """Return the prompts of --prompt. If the flag is not given, return the lines of standard input that are not
+    empty."""
     return iter(args.prompt) if args.prompt else (line.rstrip("\n") for line in sys.stdin if line.strip())
 
 
@@ -112,7 +113,7 @@ def request_of(model: LoadedModel, defaults: Request, prompt: str, number: int) 
 
 
 def reported(prompt: str, generation: Generation) -> bool:
-    """Print the error if generation failed for a prompt. Returns True if generation failed."""
+    """Print the error if generation failed for a prompt. Return True if generation failed."""
     if generation.error is not None:
         print(f"error: prompt {prompt[:40]!r}...: {generation.error}", file=sys.stderr)
     return generation.error is not None

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 
 import torch
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -143,7 +143,7 @@ def about_weights(weights: ForeignWeights) -> Iterator[str]:
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Return a sort key that places parameters before optimizer state."""
+    """Return the keys in sorted order, with those of parameters before those of optimizer states."""
     return sorted(keys, key=lambda key: (not key.startswith(MODEL), key))
 
 
@@ -215,8 +215,8 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """Return the text to print. Each tensor that differs has one line. If there are many, all layers share one line for
-    each tensor name."""
+    """Return a text that describes the comparison. Each tensor that differs has one line. If more than `MOST_LINES`
+    tensors differ, the tensors with the same name in all layers share one line."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""

@@ -3,10 +3,10 @@
     python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
 
 The flags after `--` describe the large run, the target. A rung is the same run with a different width and depth. A rung
-has the target's head size and ratio of tokens to parameters, and all other widths in proportion. A rung trains for
-fewer steps than the target, and its learning-rate schedule is shortened by the same factor. Rungs are trained one after
-another, each in OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its checkpoint.
---sbatch writes a SLURM array instead.
+has the target's head size and ratio of tokens to parameters. All other widths are scaled in proportion. A rung trains
+for fewer steps than the target, and its learning-rate schedule is shortened by the same factor. Rungs are trained one
+after another, each in OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its
+checkpoint. --sbatch writes a SLURM array instead.
 
 Then the scaling law L(N, D) = E + A N^-a + B D^-b is fitted to the last validation losses, where N is the number of
 parameters and D the number of tokens. The tool writes two files to OUTPUT. rungs.csv has one line per rung. ladder.json
@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -75,7 +75,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Train a rung, or the remaining part of an interrupted rung. Returns the exit code of the program."""
+    """Train a rung, or the remaining part of an interrupted rung. Return the exit code of the training program."""
     if outcome(ladder, rung, args.output).done == 1:
         return 0
     folder = args.output / rung.name
@@ -101,7 +101,7 @@ def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Train the rungs one after another, smallest first. Returns one line for each rung that failed."""
+    """Train the rungs one after another, smallest first. Return one line for each rung that failed."""
     failed = []
     for number, rung in enumerate(ladder.rungs):
         print(f"rung {number + 1} of {len(ladder.rungs)}: {rung.name}", flush=True)

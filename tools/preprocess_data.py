@@ -3,18 +3,18 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-Writes data/corpus_text_document.bin and data/corpus_text_document.idx. With several --json-keys, writes two such files
-for each key. Inputs are files, globs, folders and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array),
-.txt, .csv, .tsv, .parquet and .arrow. Text formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other
-suffix are read as JSON lines. Documents keep their order for any number of workers. Memory use depends on the longest
-document, not on the size of the input. The output files get their final names only when they are complete. Existing
-output files are an error unless --overwrite is set. The prefix may be a URL, such as s3://bucket/corpus.
+The tool writes data/corpus_text_document.bin and data/corpus_text_document.idx. With several --json-keys, it writes two
+files for each key. Inputs are files, globs, folders and URLs such as s3://bucket/folder: .jsonl, .json (lines or an
+array), .txt, .csv, .tsv, .parquet and .arrow. Text formats may be compressed (.gz, .bz2, .xz, .zst). Files with any
+other suffix are read as JSON lines. Documents keep their order for any number of workers. Memory use depends on the
+longest document, not on the size of the input. The output files get their final names only when they are complete.
+Existing output files are an error unless --overwrite is set. The prefix may be a URL, such as s3://bucket/corpus.
 PREFIX_KEY_document.sums.json contains the checksums that tools/inspect_dataset.py verifies.
 
 To use eight machines, run this program with --shard 1/8 on the first, --shard 2/8 on the second, and so on. All other
 flags must be the same, and all machines must be able to write to the prefix. The last machine to finish joins the
 shards into the dataset that a single machine would have written, and deletes the shards. Uncompressed JSON lines files
-are divided among the machines. Files in other formats are not divided, so there should be several of them per machine.
+are divided among the machines. Files in other formats are not divided, so provide several of these files per machine.
 
 A line or row is bad if it is not valid UTF-8 or JSON, if a key is missing, or if a value is not text. Bad lines are
 skipped and reported with their file and line number. All other documents are written, but the exit code is 1 if there
@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

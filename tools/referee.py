@@ -3,7 +3,7 @@
     python tools/referee.py --model Llama-3.2-1B --batch batch.npz --gradients gradients.safetensors --loss 2.3456
     python tools/referee.py --model runs/llama/checkpoints --batch b.npz --gradients g.safetensors --computed-in bf16
     python tools/referee.py --model Mixtral --batch b.npz --gradients g.safetensors -- --moe-aux-loss-coeff 1e-2
-    python tools/referee.py --step runs/llama/checkpoints/steps/iter_0000100      # of --dump-step 100 here
+    python tools/referee.py --step runs/llama/checkpoints/steps/iter_0000100      # saved with --dump-step
     python tools/referee.py --model runs/llama/checkpoints/iter_0000099 --iteration 100 --gradients g.safetensors
     python tools/referee.py --model Llama-3.2-1B --samples 0-7 --gradients g.safetensors -- --data-path corpus \\
         --seq-length 4096 --train-iters 1000 --global-batch-size 8
@@ -40,7 +40,7 @@ from pathlib import Path
 
 import torch
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -158,7 +158,7 @@ def report(
 
 def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
     """Compute the memory plan of a run. Return the planned memory of each pipeline rank, or None if no plan can be
-    computed. The second value is the reason, or an empty string if there is a plan."""
+    computed. The second value is the reason why there is no plan, or an empty string if there is a plan."""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is unknown"

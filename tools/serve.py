@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -2,12 +2,12 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix data/tokenizer
 
-Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files, globs, folders and URLs.
-The suffixes .jsonl, .json, .csv, .tsv, .parquet and .arrow determine the format; all other files are plain text. Text
-formats may be compressed (.gz, .bz2, .xz, .zst). By default, the tokenizer is lossless: it does not normalize text, and
-it encodes characters outside the vocabulary as bytes. If the trained tokenizer is lossy, the tool prints which kinds of
-text it does not restore. The token that ends a document depends on --tokenizer-type: SentencePieceTokenizer uses <EOD>,
-and Llama2Tokenizer uses --eos-token.
+The tool writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files, globs, folders
+and URLs. The suffixes .jsonl, .json, .csv, .tsv, .parquet and .arrow determine the format; all other files are plain
+text. Text formats may be compressed (.gz, .bz2, .xz, .zst). By default, the tokenizer is lossless: it does not
+normalize text, and it encodes characters outside the vocabulary as bytes. If the trained tokenizer is lossy, the tool
+prints which kinds of text it does not restore. The token that ends a document depends on --tokenizer-type:
+SentencePieceTokenizer uses <EOD>, and Llama2Tokenizer uses --eos-token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -4,14 +4,14 @@
     python tools/translate_flags.py -- --num-layers 24 --checkpoint-activations --deepspeed
     python tools/translate_flags.py --list
 
-Prints the flags of this program and, below them, the changes with their reasons and the differences of results from
-Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults. Other
-variables stay unchanged in the output, and the tool lists them. Arithmetic is evaluated. A numeric flag is not
-translated if its value depends on a variable without a value. A branch of the script is included if its condition is
-true or unknown. The tool prints the flags from branches with an unknown condition to stderr. If the script has #SBATCH
-lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines. The exit code is 1 if a flag
-cannot be translated, and 2 if the file is not a launch script. --list prints the translation of every flag that this
-program lacks, and all differences in results.
+The tool prints the translated flags. Below the flags, it prints each change with its reason, and how the results differ
+from Megatron-LM's results. A script is parsed, not run: variables that it assigns are replaced with their values or
+defaults. Other variables stay unchanged in the output, and the tool lists them. Arithmetic is evaluated. A numeric flag
+is not translated if its value depends on a variable without a value. A branch of the script is included if its
+condition is true or unknown. The tool prints the flags from branches with an unknown condition to stderr. If the script
+has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines. The exit code is 1 if
+a flag cannot be translated, and 2 if the file is not a launch script. --list prints the translation of every flag that
+this program lacks, and all differences in results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 from megatron.extensions.interop import megatron_flags
@@ -166,7 +166,7 @@ def resolved(reader: FlagReader) -> RunConfig:
 
 
 def read_script(path: Path, arguments: Sequence[str] = ()) -> LaunchScript:
-    """Read a launch script as if it were called with `arguments`. Prints the flags from branches whose condition is
+    """Read a launch script as if it were called with `arguments`. Print the flags from branches whose condition is
     unknown."""
     try:
         text = path.read_text(encoding="utf-8")

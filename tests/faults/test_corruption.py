@@ -30,8 +30,8 @@ SAID = re.compile(r".*(?:skipped checkpoint|using the latest|holds no checkpoint
 
 
 def train(save: Path, stop: int = 8, code: int = 0, prepare: Callable[[int], None] = lambda rank: None) -> str:
-    """Train with two ranks, and stop at iteration `stop`. The run resumes from the folder to which it saves. Returns
-    the output."""
+    """Train with two ranks, and stop at iteration `stop`. The run resumes from the folder to which it saves. Return the
+    output."""
     argv = [*MODEL, "--save", str(save), "--load", str(save), "--exit-interval", str(stop)]
     return run_forked(2, argv, save.with_name("screen"), code, prepare=prepare)
 

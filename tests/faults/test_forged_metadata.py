@@ -39,7 +39,8 @@ MODEL = (
 ).split()
 
 WRONG: list[Any] = [None, [], {}, "x", 10**40, float("nan"), -7, 0.5, True, [[{"a": [1]}]]]
-"""Values of several types. Each entry of the metadata must refuse those values that do not have the entry's type."""
+"""Values of several types. For each metadata entry, readers must refuse the values that do not have the type of the
+entry."""
 
 ANYTHING = ("origin", "layout", "callbacks", "rng", "metrics", "config", "model_of_run", "converted")
 """Entries that may contain arbitrary data of a program or an extension, or of which readers use only the known part."""

@@ -146,7 +146,8 @@ def read_only(folder: Path, rounds: int) -> None:
 
 
 def killed_builder(folder: Path, rounds: int) -> None:
-    """The builder is killed in the middle of a file while others wait for it."""
+    """The process that builds an index file is killed while it writes the file and while other processes wait for the
+    file."""
     prefix = write_data(folder / "data" / "x")
     expected = digest_of(prefix, folder / "alone", 1)
     for number in range(rounds):

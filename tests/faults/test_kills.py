@@ -1,5 +1,4 @@
-"""A reduced DeepSeek-V3 model whose ranks are killed at random moments. Each time, the run resumes under another
-layout.
+"""Train a reduced DeepSeek-V3 model, and kill ranks at random moments. Each time, the run resumes under another layout.
 
 The model has the features that make DeepSeek-V3 hard to distribute: multi-latent attention, a dense layer before the
 expert layers, sigmoid scores with a bias, expert groups, a shared expert and multi-token prediction. The run saves in
@@ -66,7 +65,7 @@ def logged(save: Path, more: Sequence[str] = ()) -> list[list[float]]:
 
 def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
     """Wait until this start has trained `steps` steps, and then for another `share` of the time that these steps took.
-    Returns False if the run ends before that."""
+    Return False if the run ends before that."""
     began = time.monotonic()
     while len(re.findall(r" iteration +\d+/", screen.read_text())) < steps and all(
         process.exitcode is None for process in ranks

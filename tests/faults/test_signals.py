@@ -1,4 +1,4 @@
-"""Two forked ranks receive stop requests at awkward moments. A separate test sends Ctrl-C to a launcher."""
+"""Two forked ranks receive stop requests at critical moments. A separate test sends Ctrl-C to a launcher."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def test_a_user_error_is_reported_once(case: str, folder: Path, tmp_path: Path) 
 
 
 def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> None:
-    """Other ranks find one of the problems before rank 0 does. They must not report it, so that rank 0 can report all
-    problems."""
+    """Other ranks find one of the problems before rank 0 finds it. The other ranks must not report this problem, so
+    that rank 0 can report all problems."""
     flags, message = (text.format(folder) for text in CASES["paths"])
 
     def late(config: RunConfig) -> Iterator[Problem]:
@@ -98,7 +98,7 @@ def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> N
         yield from unwritable(config)
 
     def prepare(rank: int) -> None:
-        initialize.unwritable = late  # starts in the rank's own process
+        initialize.unwritable = late  # replaced only in the process of the rank
 
     assert message in run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2, prepare=prepare)
 

@@ -1,5 +1,5 @@
-"""A single sum over all ranks: `torchrun ... tests/gpu/first_sum.py nccl`, the shortest program with which one can see
-whether NCCL works."""
+"""Compute a single sum over all ranks: `torchrun ... tests/gpu/first_sum.py nccl`. This is the shortest program that
+shows whether NCCL works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`--extension` for runs on a GPU: a compiled region that exceeds its recompile limit raises an error. By default,
-torch would silently run such a region without compilation."""
+"""Extension for GPU runs (--extension). It makes a compiled region that exceeds its recompile limit raise an error. By
+default, torch would silently run such a region without compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Run several ranks in tests/gpu, over gloo, or over NCCL with all ranks on one GPU (--nccl-on-one-gpu)."""
+"""Fixtures for tests/gpu that run several ranks. The ranks communicate over gloo, or over NCCL with all ranks on one
+GPU (--nccl-on-one-gpu)."""
 
 from __future__ import annotations
 

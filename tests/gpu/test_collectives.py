@@ -91,7 +91,7 @@ def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
 
 def _in_flight(part: Tensor, axis: Axis) -> Tensor:
     """Launch all-reduces one after another while GEMMs run, and wait for the all-reduces in a different order. On a
-    GPU, this happens on a side stream."""
+    GPU, the GEMMs run on a side stream."""
     square = torch.eye(512, dtype=part.dtype, device=part.device)
     side = torch.cuda.Stream() if part.is_cuda else None
     if side is not None:
@@ -108,7 +108,7 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
 
 
 def expected(rank: int, size: int) -> dict[str, Tensor]:
-    """Return the results for a rank as defined, computed from the operands of all ranks."""
+    """Return the results that the definitions give for a rank, computed from the operands of all ranks."""
     found, ranks = dict[str, Tensor](), range(size)
     for dtype in DTYPES:
         wholes, parts = ([operand(r, size * ROWS, dtype) for r in ranks], [operand(r, ROWS, dtype, 1) for r in ranks])

@@ -1,5 +1,5 @@
-"""GPU kernels for attention to selected keys are compared with plain torch in fp32. The order of their additions is
-also tested."""
+"""GPU kernels for attention to selected keys are compared with plain torch in fp32. The order in which the kernels add
+terms is also tested."""
 
 from __future__ import annotations
 

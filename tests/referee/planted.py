@@ -1,9 +1,8 @@
-"""Verdicts of the referee on faults planted in this program: for each mutant, the referee judges the step dump of a
-run.
+"""Test the referee on faults planted in this program: for each mutant, the referee judges the step dump of a run.
 
-    python -m tests.referee.planted                        all of them: a row each, and the counts
-    python -m tests.referee.planted 'Sinks get no' Rotary  those whose names begin so
-    python -m tests.referee.planted --of 3 --part 0        every third, from the first
+    python -m tests.referee.planted                        all mutants: one row each, and the counts
+    python -m tests.referee.planted 'Sinks get no' Rotary  mutants whose names begin with these texts
+    python -m tests.referee.planted --of 3 --part 0        every third mutant, from the first
 
 `planted.txt` lists the mutants of tests/parity/mutants.py that change gradients but not the loss. For each mutant, a
 regular expression matches the name of the first gradient in the backward pass that is wrong. A run with the mutant
@@ -40,7 +39,7 @@ from tools import referee
 EXPECTED = dict(
     line.rsplit(": ", 1) for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
 )
-"""Maps the name of each mutant to a regular expression that matches the name of the first wrong gradient."""
+"""Regular expression that matches the name of the first wrong gradient, keyed by the name of the mutant."""
 
 
 WITHOUT_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
@@ -52,7 +51,7 @@ def one_step(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def judged(mutant: Mutant | None, folder: Path, flags: Sequence[str], world_size: int) -> dict[str, object]:
-    """Return the referee's judgement of the first step in a run with a mutant, or with none."""
+    """Return the referee's judgement of the first step of a run. If `mutant` is None, the run has no fault."""
     dump = ["--dump-step", "1", "--dump-step-dir", str(folder / "step"), *WITHOUT_DROPOUT]
     config = resolve_legal(parse_args([*flags, *dump]), world_size)
     with planted(mutant) if mutant is not None else contextlib.nullcontext():
@@ -71,7 +70,7 @@ class Found(NamedTuple):
     """One of `VERDICTS`."""
 
     first: str
-    """First wrong gradient according to the verdict. If the run wrote no step dump, this is the reason."""
+    """Name of the first wrong gradient according to the verdict, or the reason why the run wrote no step dump."""
 
     cause: str = ""
     explained: bool = False

@@ -39,10 +39,10 @@ class Other:
     model: PreTrainedModel
     folder: Path
     by_files: bool = False
-    """Whether gradients are written as a folder of files, in the same format as weights."""
+    """True if gradients are written as a folder of files, in the same format as weights."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Additional inputs for the model and the batch file besides tokens and labels."""
+    """Inputs of the model and arrays of the batch file, in addition to tokens and labels."""
 
     ids: Tensor = field(
         default_factory=lambda: torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))

@@ -55,7 +55,7 @@ class Batch:
     def start(
         self, ends: str, saves: str = "", state: str = "RUNNING Reason=None", **environ: str
     ) -> tuple[int, bool, str]:
-        """Return (exit code, True if the job was requeued, last message of the job)."""
+        """Run the job. Return a tuple: the exit code, True if the job was requeued, and the last message of the job."""
         requeued = self.folder / "requeued"
         requeued.unlink(missing_ok=True)
         environ = {

@@ -56,7 +56,7 @@ def parts() -> Iterator[tuple[str, list[Path]]]:
 
 
 def main(folders: list[str]) -> int:
-    """Print the counts. Exits with code 2 if a folder has no Python file."""
+    """Print the counts, and return the exit code, which is 2 if a folder has no Python file."""
     counted = [(folder, sorted(Path(folder).rglob("*.py"))) for folder in folders] if folders else list(parts())
     for name, files in counted:
         if not files:

@@ -10,9 +10,10 @@ same weights. Additional seeds for the initial weights show how much a curve var
 computes with bf16 autocast and fp32 weights. The training text is --corpus, or by default the Python source code on
 this machine. Each byte is a token.
 
-Writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib is
-missing, run the tool again with --draw on a machine that has it. Prints the mean loss over the last tenth of the steps.
-The exit code is 1 if one of the first losses differs from the loss of transformers by more than rounding can explain.
+The tool writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib
+is missing, run the tool again with --draw on a machine that has matplotlib. At the end, the tool prints the mean loss
+over the last tenth of the steps. The exit code is 1 if one of the first losses differs from the loss of transformers by
+more than rounding can explain.
 """
 
 from __future__ import annotations

@@ -203,8 +203,9 @@ def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) 
 
 
 def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
-    """Time a large cubic GEMM, each GEMM of the model, forward and backward, and a copy within device memory. On CPU,
-    the cubic GEMM is small and each GEMM is called only once per round, because a single fp8 GEMM can take a second."""
+    """Time a large cubic GEMM, each GEMM of the model in the forward and the backward pass, and a copy within device
+    memory. On CPU, the cubic GEMM is small and each GEMM is called only once per round, because a single fp8 GEMM can
+    take a second."""
     side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
     shapes = {f"{side}^3": (side,) * 3, **products(config)}
     in_bf16 = {name: partial(linear_products, shape, torch.bfloat16) for name, shape in shapes.items()}

@@ -3,8 +3,8 @@ generates code for the selected device.
 
     python tools/bench/fake_cuda.py --config llama-8b-layers --precision fp8 --fp8-recipe rowwise
 
-Prints the graphs of each compiled region. Exits with code 1 if a region ran uncompiled, for example beyond its limit of
-variants, and with code 2 if torch's CUDA build, Triton or a C++ compiler is missing.
+The tool prints the graphs of each compiled region. The exit code is 1 if a region ran uncompiled, for example because
+it reached its limit of variants. The exit code is 2 if torch's CUDA build, Triton or a C++ compiler is missing.
 
 Fake tensors have shapes, strides and a graph, but no values. torch can run operations on them without a GPU, except
 that two components query the driver: the autograd engine asks for the stream of each device, and Inductor reads the
@@ -279,8 +279,8 @@ class RegionUse:
 
 @contextmanager
 def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
-    """Compile every region that is called to device code, and run the region on fake tensors. The yielded dictionary
-    counts the uses of each region, keyed by its name."""
+    """Within the context, compile each region to device code when the region is called, and run it on fake tensors. The
+    yielded dictionary counts the uses of each region, keyed by its name."""
     uses: dict[str, RegionUse] = {}
 
     @cache
@@ -349,11 +349,12 @@ def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: F
 
 
 class _Generated(BaseException):
-    """Raised to end a compilation once the code is generated."""
+    """Exception that ends a compilation once the code is generated."""
 
 
 def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> None:
-    """Run Inductor on a graph until the source code of its Triton kernels is generated. Raises Inductor's errors."""
+    """Run Inductor on a graph until the source code of its Triton kernels is generated. Errors of Inductor
+    propagate."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext

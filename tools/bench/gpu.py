@@ -5,14 +5,14 @@ time.
     python tools/bench/gpu.py --config gpt-1.3b --compare "--no-compile" --compare "--cuda-graph-impl local"
     python tools/bench/gpu.py --cpu --config tiny       # a trial in a few seconds, without a GPU
 
-Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s are based on model
-FLOPs. Causal attention counts as half of full attention (docs/performance.md). MFU is the ratio of TFLOP/s to the
-device's peak; in fp8, this is the fp8 peak. The tool selects the largest model that fits into free memory according to
-the dry run's plan: llama-8b-layers varies the number of layers, and other models vary the micro-batch size. Before the
-rounds, the tool measures upper limits of speed: an 8192 x 8192 x 8192 GEMM, the GEMMs of the model on random numbers,
-and a copy within device memory. Each `--compare FLAGS` adds a variant, which runs the model with these additional flags
-of pretrain_gpt.py. Each variant runs in a separate process with an equal part of the memory. The processes run their
-rounds in turns.
+The measured steps are training steps of pretrain_gpt.py, including the optimizer, on mock tokens without dropout.
+TFLOP/s are based on model FLOPs. Causal attention counts as half of full attention (docs/performance.md). MFU is the
+ratio of TFLOP/s to the device's peak. For training in fp8, the peak is the fp8 peak. The tool selects the largest model
+that fits into free memory according to the dry run's plan: llama-8b-layers varies the number of layers, and other
+models vary the micro-batch size. Before the rounds, the tool measures upper limits of speed: an 8192 x 8192 x 8192
+GEMM, the GEMMs of the model on random numbers, and a copy within device memory. Each `--compare FLAGS` adds a variant,
+which runs the model with these additional flags of pretrain_gpt.py. Each variant runs in a separate process with an
+equal part of the memory. The rounds of the processes are interleaved.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ LATENT = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Model whose size depends on the available memory. If `layers` is None, the number of layers is chosen to fit;
-    otherwise, only the micro-batch size is."""
+    """Model whose size depends on the available memory. If `layers` is None, both the number of layers and the
+    micro-batch size are chosen so that the model fits; otherwise, only the micro-batch size is chosen."""
 
     flags: str
     layers: int | None
@@ -216,7 +216,8 @@ def round_of(run: TrainingRun, steps: int) -> Round:
 
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
-    """Build and warm up a variant, and return its round. This function is called in the process of the variant."""
+    """Build and warm up a variant, and return the function that runs one round of the variant. This function is called
+    in the process of the variant."""
     choose_allocators(os.environ)
     return round_of(built(config, warm_up), steps)
 

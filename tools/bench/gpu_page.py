@@ -1,8 +1,8 @@
 """Write one page of tables from the measurements of a GPU: `python tools/bench/gpu_page.py FOLDER`.
 
-Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
-tests.txt, and the commands of scripts/gpu_first_hour.sh in calls.jsonl. Writes FOLDER/page.md. Missing or unreadable
-files are listed, and are not errors."""
+The tool reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
+tests.txt, and the commands of scripts/gpu_first_hour.sh in calls.jsonl. The tool writes FOLDER/page.md. The page lists
+missing or unreadable files, which do not cause an error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Compare the memory of the output layer and loss if all tokens are processed at once and if they are processed in
-chunks. The tool prints the memory planned for a GPU, the memory planned for a CPU, and the memory measured on this CPU.
+"""Compare the memory that the output layer and the loss need for all tokens at once and for chunks of tokens. The tool
+prints the memory planned for a GPU, the memory planned for a CPU, and the memory measured on this CPU.
 
     python tools/bench/head_memory.py
     python tools/bench/head_memory.py --vocab 131072 --tokens 2048 --chunks 0 512 128

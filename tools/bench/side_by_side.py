@@ -1,4 +1,4 @@
-"""Code shared by benchmarks: run contestants in turns in separate processes, compute medians of their results, and
+"""Code shared by benchmarks: run contestants alternately in separate processes, compute medians of their results, and
 describe the machine."""
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def positive(text: str) -> int:
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
     """Return an argument parser with the flag --json, and a flag with a positive number for each name in `counts`. The
     values of `counts` are the default and the help text of a flag. If `rounds` is not 0, the parser also has the flag
-    --rounds, whose default is `rounds`. Loads the built-in extensions, as every program does before it reads flags."""
+    --rounds, whose default is `rounds`. This function loads the built-in extensions, as every program does before it
+    reads flags."""
     from megatron.extensions import (
         load,
     )  # imported here, because contestants of other programs use this module without megatron
@@ -149,7 +150,7 @@ def interleaved(
     warm_up: int = 1,
     note: Callable[[Found], object] = lambda found: None,
 ) -> Found:
-    """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all
+    """Run the rounds of contestants in the order A B C A B C, so that a temporary slowdown of the machine affects all
     contestants.
 
     If a contestant fails, its result is the last line of the error. After each round of a contestant, `note` is called
@@ -206,7 +207,7 @@ class _Worker:
             self._pools.append(pool)
 
     def round(self) -> float:
-        """Return the result of the slowest rank. If a rank has failed, raises the error of this rank."""
+        """Return the result of the slowest rank. If a rank has failed, raise the error of this rank."""
         _results(self._built)
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 

@@ -7,7 +7,8 @@ revision.
     python tools/bench/speed.py                                                      # all
     python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older        # a `git worktree add` of it
 
-The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
+A cell is a group of programs (contestants) that are compared. The contestants run in separate processes, and their
+rounds are interleaved. research/speed.py adds other programs to the cells.
 
 Training in one process includes the optimizer step. The speed of training is compared with an upper limit: a step that
 consists only of the forward and backward GEMMs of the linear layers and the output layer, in the same precision.
@@ -204,7 +205,7 @@ the output of the command contains the text. If the text is empty, the measureme
 
 @dataclass(frozen=True)
 class Cell:
-    """Contestants that are compared with each other. Their rounds run in turns."""
+    """Contestants that are compared with each other. The rounds of the contestants are interleaved."""
 
     contestants: list[Contestant]
     baseline: str
@@ -212,8 +213,7 @@ class Cell:
 
     unit: str = "tokens/s"
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Additional contestants with which a contestant is compared besides the baseline, keyed by the name of the
-    contestant."""
+    """Names of further contestants with which a contestant is compared, keyed by the name of this contestant."""
 
     @property
     def ours(self) -> list[Contestant]:
@@ -351,9 +351,9 @@ def kind_of(name: str) -> str:
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
-    """Run a contestant with another checkout of this program and with this checkout, and compare the results. Returns
-    the spread of the results before and after, and of the ratio after / before, over all rounds. If a contestant fails,
-    returns its error message."""
+    """Run a contestant with another checkout of this program and with this checkout, and return the spread of the
+    results before, of the results after, and of the ratio after / before over all rounds. If the contestant fails,
+    return its error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(

@@ -237,7 +237,8 @@ def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
 
 
 def why_unreachable(folder: PurePath) -> str | None:
-    """Return the reason why no file can be written under a URL; None if a file can be written. Leaves no files."""
+    """Return the reason why no file can be written under a URL; None if a file can be written. The check leaves no
+    files."""
     probe = folder / f".written-{os.urandom(16).hex()}"
     try:
         storage_of(folder).write(probe, b"")

@@ -54,8 +54,8 @@ class Branch:
     """True if this branch is the body of a loop, which may run several times."""
 
     def enter(self, chosen: float) -> None:
-        """Begin a branch. It runs if its condition `chosen` is true and no earlier branch of the same construct has
-        run."""
+        """Begin a branch. The branch runs if its condition `chosen` is true and no earlier branch of the same construct
+        has run."""
         self.live = min(YES - self.taken, chosen)
         self.taken = max(self.taken, chosen)
 
@@ -88,8 +88,8 @@ class LaunchScript:
         self._run(self.text.replace("\r\n", "\n"))
 
     def flags(self) -> list[str]:
-        """Return the arguments of the training program. If several commands start it, return the arguments of all of
-        them."""
+        """Return the arguments of the training program. If several commands start the program, return the arguments of
+        all of these commands."""
         found = next((found for found in self.started.values() if found), [])
         return [word for words in dict.fromkeys(found) for word in words if word not in ALL_ARGUMENTS]
 
@@ -119,7 +119,7 @@ class LaunchScript:
         """Interpret a command, and combine its result with those of earlier commands in the same chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
-            if found and "--" in found[3]:  # The skipped assignment adds flags. Without it, the variable is empty.
+            if found and "--" in found[3]:  # The assignment would add flags. As it is skipped, the variable is empty.
                 self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)

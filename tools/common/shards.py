@@ -60,8 +60,8 @@ def is_divided(file: TextFile) -> bool:
 
 
 def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, int]]:
-    """Return the files that belong to a shard entirely or in part. Each is paired with the total bytes of the files
-    before it."""
+    """Return the files that belong to a shard entirely or in part. Each file is paired with the total number of bytes
+    in the files before it."""
     total, begin = sum(file.size for file in files), 0
     found = []
     for file in files:

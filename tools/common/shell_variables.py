@@ -169,7 +169,7 @@ class ShellVariables:
 
     def value(self, piece: str) -> str | list[str] | None:
         """Return the value of a variable, or the variable's default. For a command substitution, return the text with
-        variables replaced. Returns None if the value is unknown."""
+        variables replaced. Return None if the value is unknown."""
         found = Parameter.read(piece)
         if found is None:
             return self._computed(piece) if piece.startswith(("$(", "`")) else None

@@ -49,7 +49,7 @@ def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
 def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
     """Yield (iteration, resources used so far) for each log line of a run. Token counts include all tokens on which the
     model was trained, also by earlier runs. If the run continues another run, the totals exclude the time and FLOPs of
-    the earlier run. Times are sums of step times, and exclude pauses, evaluations and saves. Yields nothing if the run
+    the earlier run. Times are sums of step times, and exclude pauses, evaluations and saves. Yield nothing if the run
     did not log the values that `axis` needs."""
     before, total = _first_iteration(run), 0.0
     for record in run.records:

@@ -1,11 +1,11 @@
-"""Draw a map of ranks and nodes. It shows the parallel coordinates and the node of each rank, and the groups that span
-several nodes.
+"""Draw a map of ranks and nodes. The map shows the parallel coordinates and the node of each rank, and the groups that
+span several nodes.
 
     python tools/pictures/plot_ranks.py --world-size 64 --gpus-per-node 8 --tp 8 --pp 4 --output ranks.svg
     python tools/pictures/plot_ranks.py --trace runs/a/trace/iterations-11-12.json.gz
 
 With flags, the ranks of a node are consecutive, as torchrun and srun number them. With a trace, the hosts are those of
-the traced run. Needs neither a GPU nor torch.
+the traced run. The tool needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 

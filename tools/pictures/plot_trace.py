@@ -3,7 +3,8 @@ rank.
 
     python tools/pictures/plot_trace.py runs/a/trace/iterations-11-12.json.gz --output step.svg
 
-The plan consists of the run's action lists, simulated with the trace's median times. Needs neither a GPU nor torch.
+The plan consists of the run's action lists, simulated with the trace's median times. The tool needs neither a GPU nor
+torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # The file runs as a script in a clone.
+if not __package__:  # When this file runs as a script, the repository is not in the module path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 

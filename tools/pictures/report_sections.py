@@ -353,7 +353,7 @@ RECOVERY = {
     "from": "source",
     "why": "why",
 }
-"""For each column of the table of recoveries, the key of its value in a `recovery` event."""
+"""Columns of the table of recoveries. Each value is the key of a `recovery` event that the column shows."""
 
 
 def recoveries(run: RunFolder) -> Markup:
@@ -372,7 +372,7 @@ AUDIT = {
     "times": "disagreements",
     "cause": "cause",
 }
-"""For each column of the table of audits, the key of its value in an `audit` event."""
+"""Columns of the table of audits. Each value is the key of an `audit` event that the column shows."""
 
 
 def audits(run: RunFolder) -> Markup:

@@ -1,4 +1,4 @@
-"""Audited runs of local worlds in which bits flip."""
+"""Train with audits on local ranks, and flip bits at chosen steps."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
 
 
 def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
-    """Make the fault `fault` strike in the audited computation of its steps. The reference computation runs before the
+    """Inject `fault` into the audited computation of the steps `fault.steps`. The reference computation runs before the
     fault and is not affected."""
     (task,) = [task for task in run.tasks if task.name == "audit"]
     begin = task.run

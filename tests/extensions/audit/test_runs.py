@@ -17,7 +17,8 @@ from tests.forked import run_forked
 
 
 def faulty(argv: list[str]) -> int:
-    """Run `pretrain_gpt.main` with a fault: in the run's first start, rank 1 computes two GEMMs incorrectly."""
+    """Run `pretrain_gpt.main` with a fault: rank 1 computes two GEMMs incorrectly, but only in the first start of the
+    run."""
     whole = training.train
 
     def train(run: TrainingRun) -> ExitCode:

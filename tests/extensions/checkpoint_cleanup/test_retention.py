@@ -1,4 +1,5 @@
-"""Choice of the checkpoints to delete, tested first with only integers and then in a folder."""
+"""Tests of the choice of checkpoints to delete: first with iteration numbers alone, then with checkpoints in a
+folder."""
 
 from __future__ import annotations
 

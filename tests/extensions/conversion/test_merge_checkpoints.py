@@ -90,7 +90,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
-    """Return the parameters of a model in any format, under our names, without vocabulary padding."""
+    """Return the parameters of a model in any format, keyed by this program's parameter names, without vocabulary
+    padding."""
     source: Source = recognize(folder).open(folder, Options(weights_only=True))
     tokens = source.config.model.vocab_size
     assert tokens is not None and tokens < source.config.model.padded_vocab_size

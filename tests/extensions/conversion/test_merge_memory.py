@@ -70,5 +70,5 @@ def test_a_merge_needs_memory_for_only_a_few_tensors(tmp_path: Path) -> None:
     assert MODEL > 20 * LARGEST
     assert all(taken < MODEL / 2 for taken in found.values()), (found, MODEL)
     for to in FORMATS:
-        # While one tensor is written, the next one may be read already, which depends on the load of the machine.
+        # The next tensor may already be read while a tensor is written, depending on the load of the machine.
         assert found["hf", to, 6] < found["hf", to, 2] + 2 * LARGEST, (found, LARGEST)

@@ -1,5 +1,5 @@
-"""Weights with which checkpoints are merged. The emulated learning rate decay is compared with a simulation of SGD, and
-invalid merges are refused."""
+"""Tests of the weight of each checkpoint in a merge. The emulated learning rate decay is compared with a simulation of
+SGD, and invalid merges are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On CPUs without 16-bit instructions, 16-bit matrix products are computed in fp32. The results are equal, and all
-ranks make the same choice."""
+"""On CPUs without 16-bit instructions, 16-bit matrix products are computed in fp32. Their results match torch's 16-bit
+products within one rounding, and all ranks make the same choice."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ MODEL += "--attention-dropout 0 --hidden-dropout 0 "
 
 
 def trained(rank: int, world_size: int, flags: str, without: int | None) -> tuple[str, set[torch.dtype]]:
-    """Train ranks, one of which pretends that its CPU lacks instructions for half-precision GEMMs. Return the printed
-    output and the dtypes whose GEMMs are computed in fp32."""
+    """Train on this rank. On the rank `without`, the CPU appears to lack instructions for half-precision GEMMs. Return
+    the printed output and the dtypes whose GEMMs are computed in fp32."""
     printed = io.StringIO()
     with (
         mock.patch.object(cpu_half, "has_products_of", return_value=rank != without),

@@ -1,5 +1,5 @@
-"""Recorded micro-batches, with a recorder that replaces CUDA graphs on CPU: each replay runs the recorded functions
-again on the same memory. `tests/gpu/test_training.py` records on a GPU."""
+"""Tests of micro-batches that are recorded as CUDA graphs. On CPU, a fake recorder replaces CUDA graphs: each replay
+runs the recorded functions again and writes to the same memory. `tests/gpu/test_training.py` records on a GPU."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_replayed_run_is_bit_identical(world_size: int, flags: str) -> None:
     both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
     for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
-        recordings = 2 if "fp8" in flags else 1  # one recording casts the weights to fp8
+        recordings = 2 if "fp8" in flags else 1  # with fp8, one of two recordings casts the weights
         assert graphed[2] == (recordings, 2 * microbatches), "two of five steps come after the warm-up"
 
 

@@ -35,8 +35,8 @@ def standing(
 
 
 def with_rank_2(*where: Any) -> dict[int, Waiting]:
-    """Return the status of each of four ranks, keyed by rank. Rank 0 waits for its pipeline group, rank 1 for its
-    tensor-parallel group, and rank 3 for a message from rank 1."""
+    """Return the status of each of four ranks, keyed by rank. The status of rank 2 is `standing(2, *where)`. Rank 0
+    waits for its pipeline group, rank 1 for its tensor-parallel group, and rank 3 for a message from rank 1."""
     others = {0: standing(0, 4, 8, 5, "pp"), 1: standing(1, 4, 9, 5, "tp"), 3: standing(3, 4, 6, 5, sender=1)}
     return others | {2: standing(2, *where)}
 

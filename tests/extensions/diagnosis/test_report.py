@@ -35,7 +35,7 @@ lr: 0.001
 TRACED = CONFIG.replace("tensor-model-parallel-size: 2", "tensor-model-parallel-size: 1").replace(
     "pipeline-model-parallel-size: 2", "pipeline-model-parallel-size: 4"
 )
-"""Layout of `simulated_trace`."""
+"""Configuration with the parallel layout of the trace that `simulated_trace` returns."""
 
 
 def page_of(folder: Path, *flags: str) -> tuple[str, str]:
@@ -180,7 +180,8 @@ def test_several_runs_are_compared_best_first(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_several_runs_share_each_chart(run: Path, tmp_path: Path) -> None:
-    """Loss, gradient norm, learning rate and throughput, including validation, have one colour per run."""
+    """In the charts of loss, gradient norm, learning rate and throughput, each run has one color. The run's validation
+    losses have the same color."""
     for name in ("b", "c"):
         write_metrics(tmp_path / name, 10)
         with (tmp_path / name / "metrics.jsonl").open("a") as file:
@@ -217,7 +218,7 @@ def test_phases_are_marked_in_every_chart(run: Path) -> None:
 
 
 def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
-    """A browser shows one of the two pictures, and tables do not wrap short text."""
+    """A browser shows either the wide or the narrow version of a picture. Tables do not wrap short text."""
     source = page_of(run)[1]
     widths = {
         look: re.findall(rf'<div class="{look}"><figure><svg[^>]* width="([\d.]+)pt', source)
@@ -230,8 +231,8 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
 
 
 def test_a_run_resumed_under_another_layout_is_reported(run: Path) -> None:
-    """The report describes the ranks of the last start, and it labels a trace from an earlier start as such. A start
-    that directly follows another start indicates a kill."""
+    """The report describes the ranks of the last start, and it labels a trace from an earlier start as such. If two
+    starts follow each other without an end between them, the run was killed."""
     record_event(run, "start", iteration=30, world_size=8)
     (run / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(run)

@@ -1,4 +1,4 @@
-"""All ranks take the same time per step, because the others wait for a slow rank. The slow rank is identified
+"""All ranks take the same time per step, because fast ranks wait for the slow rank. The slow rank is identified
 nevertheless."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
 DELAY = 0.5
-"""Delay of the slow rank per micro-batch, in seconds. The delay is much longer than a busy machine delays a process."""
+"""Delay of the slow rank per micro-batch, in seconds. The delay is much longer than any delay that a busy machine
+causes."""
 
 
 def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:

@@ -17,7 +17,7 @@ from tests.forked import run_forked, run_program
 RUN = f"{LLAMA.replace('--seq-length 64', '--seq-length 256')} --eval-tasks {TASKS} --eval-tasks-limit 2".split()
 
 EVALUATION = " ".join(RUN).replace("--lr 1e-2", "").replace("--mock-data --train-iters 3", "").split()
-"""Return the flags without those that only training needs."""
+"""Flags of an evaluation-only run: `RUN` without the flags that only training needs."""
 
 
 def scores(folder: Path) -> dict[str, float]:

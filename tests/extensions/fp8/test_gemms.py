@@ -95,8 +95,8 @@ def fp64(scaled: Scaled) -> Tensor:
 
 
 class Exact:
-    """Product a bᵀ + bias [n, m], computed in fp64 for a [n, k] and b [m, k]. Also holds an error bound for sums in
-    fp32 in any order."""
+    """Product a bᵀ + bias [n, m], computed in fp64 for a [n, k] and b [m, k], with an error bound for fp32 sums in any
+    order."""
 
     def __init__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()
@@ -174,8 +174,8 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out:
 
 
 def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The call that is used on
-    GPUs, emulated here, gives the same result."""
+    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The test emulates the kernel
+    that is called on GPUs, which gives the same result."""
     x, w = spread(48, 64), spread(32, 64)
     asked = []
 

@@ -70,8 +70,8 @@ def mask_of(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[int, int]]:
 
 
 class Package:
-    """Replacement for `flash_attn_interface`, whose packed and dense functions compute the definitions of these tests.
-    Records the calls."""
+    """Replacement for the package `flash_attn_interface` that records calls. Its packed and dense functions compute
+    attention with plain torch."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

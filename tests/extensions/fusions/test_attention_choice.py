@@ -44,7 +44,8 @@ def missing() -> None:
 
 
 def clock_of(seconds: dict[str, float]) -> Callable[[Callable[[], object]], float]:
-    """Return a clock that returns the seconds given for the name that a timed function returns."""
+    """Return a clock that calls a function, and returns the entry of `seconds` for the name that this function
+    returns."""
     return lambda run: seconds[str(run())]
 
 

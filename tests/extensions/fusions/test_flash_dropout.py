@@ -1,5 +1,5 @@
-"""Attention with dropout in a single kernel. Bands are compared with tiles, and Triton kernels in Triton's interpreter
-are compared with plain torch."""
+"""Attention with dropout in a single kernel. A band, which combines several attention tiles, must cover the same pairs
+of queries and keys. Triton kernels in Triton's interpreter are compared with plain torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def seen_by(tiles: Sequence[Tile], samples: int, n: int, m: int) -> np.ndarray[A
 @pytest.mark.parametrize("documents", [None, PACKED, ((0, 5), (0, 5))], ids=["one", "packed", "alike"])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_bands_cover_the_pairs_of_their_tiles(documents: Documents | None, window: int | None) -> None:
-    """The tests cover the bands of a single rank and of every ring step."""
+    """A band contains exactly the pairs of queries and keys that its tiles contain. The tests cover a single rank and
+    every ring step."""
     length = 24
     ranks = [(size, *pair) for size in (1, 3) for pair in product(range(size), repeat=2)]
     for queries, keys in ((rank_spans(length, a, size), rank_spans(length, b, size)) for size, a, b in ranks):

@@ -190,8 +190,8 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.bfloat16)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
-    """Replace the kernel timer, so that each kernel seems to take the given number of seconds. Kernels without a given
-    time raise an error."""
+    """Replace the kernel timer, so that each kernel seems to take the time in `seconds`. Timing a kernel that has no
+    entry in `seconds` raises an error."""
 
     def lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
         return lambda: seconds[name]

@@ -1,5 +1,5 @@
 """Tests of Triton kernels that cast to fp8, including SwiGLU and its gradient. The kernels are compared bit for bit
-with plain-torch twins, and their compiled GPU code is checked."""
+with their plain-torch versions, and their compiled GPU code is checked."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def matrices() -> Iterator[Tensor]:
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
 def test_interpreted_casts_match_their_twins(stride: int) -> None:
-    """No other test runs these operators on CPU tensors. Every fifth case is tested. The remaining cases cover each
-    matrix, and each combination of a format and an orientation."""
+    """No other test runs these operators on CPU tensors. By default, every fifth case is tested; these cases cover each
+    matrix, and each combination of a format and an orientation. With --whole, all cases are tested."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
@@ -63,7 +63,7 @@ def test_interpreted_casts_match_their_twins(stride: int) -> None:
 
 
 def check_operators(x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
-    """Compare the operators with their twins on the device of x. The twins run on CPU."""
+    """Compare the operators on the device of x with their plain-torch versions on CPU."""
     case, own = (tuple(x.shape), x.dtype, dtype, wanted), x.cpu()
     by = twins.amax_of_rows_and_columns_twin(own, wanted)
     assert_same(twins.amax_of_rows_and_columns(x, wanted, True), by, case)
@@ -92,8 +92,9 @@ def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None
 
 
 def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.004) -> None:
-    """Assert that the fp8 cast `pair` equals the plain-torch cast of the tensor `of`. A `share` of the numbers, next to
-    a tie, may differ. Also assert that the recorded amax is the largest of the values and 0.25, the initial amax."""
+    """Assert that the fp8 cast `pair` equals the plain-torch cast of the tensor `of`. A fraction `share` of the
+    elements may differ, because values next to a rounding tie may be rounded differently. Also assert that the recorded
+    amax is the maximum of the amax of `of` and 0.25, the initial amax."""
     expected, amax = twins.cast_transpose_with_amax_twin(of, order._replace(multiplier=order.multiplier.cpu()))
     if order.noted is not None:
         largest = torch.maximum(torch.tensor(0.25), amax)
@@ -176,9 +177,9 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
 
 
 def check_swiglu(device: str = "cpu") -> None:
-    """Compare the plain-torch twin with the cast of autograd's result. Then compare the Triton kernel with the
-    plain-torch twin. Results may differ where exponentials differ in the last bit: some values are then rounded to the
-    next 16-bit number, and a few of these to the next 8-bit number. On a GPU, only the kernel runs."""
+    """Compare the plain-torch version with the cast of autograd's result. Then compare the Triton kernel with the
+    plain-torch version. Results may differ where exponentials differ in the last bit: some values are then rounded to
+    the next 16-bit number, and a few of these to the next 8-bit number. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         round_to_fp8_as_torch()

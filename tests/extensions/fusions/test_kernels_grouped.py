@@ -87,7 +87,8 @@ CASES = (
     ([40, 33, 32, 48, 17], 40, 40),
     ([9], 136, 64),  # too many rows of tiles for one group of tiles that share operands
 )
-"""Each case: rows of each expert, outputs and inputs. Some of these sizes are not multiples of a tile."""
+"""Each case consists of the number of rows of each expert, the number of outputs and the number of inputs. Some of
+these sizes are not multiples of a tile."""
 
 
 ON_GPUS = (*CASES, ([0, 5000, 3, 9000], 300, 520), ([900] * 40, 272, 264))
@@ -139,7 +140,8 @@ def test_schedules_order_experts_and_split_the_last_tiles() -> None:
         assert stops.tolist() == [ends.tolist()[e] for e in numbers]
         return head.tolist(), numbers
 
-    # The first list counts experts without rows, whole tiles, split tiles, and parts per split tile.
+    # The first list contains the number of experts without rows, of unsplit tiles, of split tiles, and of parts per
+    # split tile.
     assert scheduled([64, 0, 6400, 640], 44, 132, 132) == ([1, 132, 0, 1], [1, 0, 3, 2])
     assert scheduled([64, 0, 6400, 640], 50, 132, 132) == ([1, 132, 18, 4], [1, 0, 3, 2])
     assert scheduled([0, 0, 6400, 0], 50, 132, 132) == ([3, 0, 50, 2], [0, 1, 3, 2])

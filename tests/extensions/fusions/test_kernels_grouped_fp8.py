@@ -1,6 +1,6 @@
-"""Triton kernels for experts in fp8, run in Triton's interpreter. Casts along tokens equal a plain-torch twin bit for
-bit, and GEMMs are compared with fp64 GEMMs of the same values. Also tests the compiled GPU code and the choice between
-kernels."""
+"""Tests of Triton kernels for experts in fp8, run in Triton's interpreter. Casts along tokens equal their plain-torch
+version bit for bit, and GEMMs are compared with fp64 GEMMs of the same values. The compiled GPU code and the choice
+between kernels are also tested."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SHAPES = (
     ([0, 17 * TILE], 16, 24),  # there is one output tile, and its sum is split into parts
     ([129, 128], 40, 24),
 )
-"""Each case: rows of each expert, outputs and inputs. Some of these sizes are not multiples of a tile."""
+"""Each case consists of the number of rows of each expert, the number of outputs and the number of inputs. Some of
+these sizes are not multiples of a tile."""
 
 ON_GPUS = (*SHAPES, ([0, 5000, 3, 9000], 304, 528), ([900] * 40, 272, 272))
 

@@ -1,5 +1,5 @@
 """Triton kernels for norms with fused casts and sums, and for the gradient cast of the attention projection. The
-kernels are compared with plain-torch twins, and their compiled code is checked."""
+kernels are compared with their plain-torch versions, and their compiled code is checked."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases whose rows and columns do not fill a tile, with rows too wide for one program, more rows than
-    programs process at a time, and non-finite values."""
+    """Yield cases whose rows and columns do not fill a tile. Some cases have rows that are too wide for one program,
+    more rows than all programs process at a time, or non-finite values."""
     generator = torch.Generator().manual_seed(5)
     sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32), (6, 8200, torch.bfloat16)
     for (n, h, dtype), centered in product(sizes, (False, True)):
@@ -77,8 +77,8 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
 
 
 def check_norms(device: str = "cpu") -> None:
-    """Check that the twin and the kernel give the same results as autograd followed by a cast, up to the order of sums.
-    On a GPU, only the kernel runs."""
+    """Check that the plain-torch version and the kernel give the same results as autograd followed by a cast, up to the
+    order of sums. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(twins._norm_cast, twins._norm_gradients)
@@ -113,9 +113,9 @@ def check_norms(device: str = "cpu") -> None:
 
 
 def check_heads(device: str = "cpu") -> None:
-    """Compare the plain-torch twin with the cast of autograd's rounded fp32 result. Then compare the Triton kernel with
-    the plain-torch twin bit for bit. On a GPU, only the kernel runs. A GPU fuses multiplications and additions, so
-    numbers next to a rounding tie may differ."""
+    """Compare the plain-torch version with the cast of autograd's rounded fp32 result. Then compare the Triton kernel
+    with the plain-torch version bit for bit. On a GPU, only the kernel runs. A GPU fuses multiplications and additions,
+    so numbers next to a rounding tie may differ."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(heads._heads)
@@ -170,7 +170,7 @@ class Backward(NamedTuple):
 
 
 FEW = 16
-"""Number of bytes that a thread may spill. This costs one or two loads."""
+"""Number of bytes that a thread may spill. Spilling this many bytes costs one or two loads."""
 
 NAMED = Backward(4096, False, False), Backward(8192, False, False), Backward(12288, centered=True, sums=True)
 """Norm sizes of Llama 8B, Llama 70B and GPT-3. Only GPT-3's norms have biases."""

@@ -38,7 +38,7 @@ def operand(rows: int, tokens: int, dtype: torch.dtype, scales: str) -> Scaled:
 
 @apart(interpret=True)
 def test_interpreted_sums_match_the_definition() -> None:
-    """The sizes are not multiples of a tile, and there are more tiles than in a group. In one case, the summed
+    """The sizes are not multiples of a tile, and there are more tiles than one group contains. In one case, the summed
     dimension is empty."""
     from triton import language as tl
     from triton.runtime import interpreter
@@ -79,7 +79,7 @@ def test_interpreted_sums_match_the_definition() -> None:
 
 @apart(interpret=False)
 def test_the_kernel_compiles_for_hopper() -> None:
-    """Only Ada and Hopper support the formats."""
+    """The kernel multiplies fp8 tiles with the wgmma instruction, which only Hopper has."""
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     types = {"out": "*fp32", "b": "*fp8e4nv", **dict.fromkeys(("a_scale", "b_scale"), "*fp32")}

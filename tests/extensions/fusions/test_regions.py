@@ -1,5 +1,5 @@
-"""Tests of compiled regions. The fused norm equals a sum followed by torch's norm. Heads that one kernel splits equal
-the heads that plain torch splits."""
+"""Tests of compiled regions. The fused norm equals a sum followed by torch's norm. A kernel splits a projection into
+the same heads as plain torch."""
 
 from __future__ import annotations
 

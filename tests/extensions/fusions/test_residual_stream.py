@@ -75,7 +75,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def add_in_products(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Record the operands of additions within GEMMs, which run on CPU tensors as on a GPU in 16 bits."""
+    """Record the residuals that GEMMs add to their results. The GEMM with a fused addition, which GPUs use for 16-bit
+    operands, also runs for CPU tensors."""
     found: list[Tensor] = []
 
     def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:

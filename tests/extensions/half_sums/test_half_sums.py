@@ -1,4 +1,4 @@
-"""The flag sets the precision in which cuBLAS adds partial sums of bf16 GEMMs."""
+"""--disable-bf16-reduced-precision-matmul makes cuBLAS add the partial sums of bf16 GEMMs in fp32."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ OPTIONS = dict.fromkeys(
     ("bloom", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"),
     EXACT | EAGER,
 )
-"""Options for model types with score caps, sinks or biases, keyed by model type. These models use eager attention."""
+"""Construction options of models that need eager attention for score caps, sinks or biases, keyed by model type."""
 
 
 class Fp64(TorchFunctionMode):
@@ -106,8 +106,8 @@ def is_state(name: str) -> bool:
 
 def weights(model: Any) -> dict[str, Tensor]:
     """Return the weights as the model's files contain them: under published names, without a tied output layer, and
-    expert by expert. For LongCat-Flash, leave out the weights of zero-computation experts. The transformers class has
-    these unused weights, but published files do not."""
+    with separate tensors for each expert. For LongCat-Flash, leave out the weights of zero-computation experts. The
+    transformers class has these unused weights, but published files do not."""
     family = family_of({"model_type": model.config.model_type})
     ignored = tuple(family.ignored)
     with TemporaryDirectory() as folder:
@@ -126,8 +126,8 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the convolutions of queries, keys and values of Olmo Hybrid, which are saved as equal thirds of the
-    channels."""
+    """Yield the names and weights of Olmo Hybrid's convolutions, split by the widths of queries, keys and values.
+    transformers saves each convolution as one third of all channels."""
     keys, values = (
         getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
         for kind in ("key", "value")

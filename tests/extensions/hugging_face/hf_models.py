@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     for name, (model_type, base, changes) in TABLES["cases"].items()
     if all(installed(extension) for start, extension in NEEDS if name.startswith(start))
 }
-"""model_type and settings of each case, which are those of a base case with changes."""
+"""Model type and settings of each case. The settings consist of the settings of a base case and changes."""
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

@@ -3,9 +3,9 @@
     python -m tests.extensions.hugging_face.missing_keys                   # each key of every family in turn
     python -m tests.extensions.hugging_face.missing_keys qwen2 --draws 50  # and sets of keys, of drawn configurations
 
-The fields of our model for the incomplete config.json are compared with those for the complete config.json that
-transformers makes from the remaining keys. If the remaining keys describe a different model that is small enough to
-run, logits and gradients are also compared, as in `sweep`.
+This program reads the incomplete config.json, and the complete config.json that transformers makes from the remaining
+keys. The fields of the two resulting models are compared. If the remaining keys describe a different model that is
+small enough to run, logits and gradients are also compared, as in `sweep`.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[st
 def difference(
     model_type: str, left: Mapping[str, Any], compared: Mapping[str, Any] | None = None, logits: bool = True
 ) -> str:
-    """Compare our model for an incomplete config.json with the model that transformers builds. Return a description of
-    the difference, or "" if there is none. `compared` is a complete config.json for which the logits of both models are
-    known to be equal."""
+    """Compare this program's model for an incomplete config.json with the model that transformers builds. Return a
+    description of the difference, or "" if there is none. `compared` is a complete config.json for which the logits of
+    both models are known to be equal."""
     try:
         meant = whole(model_type, left)
     except Exception:
@@ -118,7 +118,8 @@ def difference(
 
 
 def _read(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | str:
-    """Return our model for a config.json and its fields, or the error message if the config.json is refused."""
+    """Return two values for a config.json: the fields of this program's model, and the model configuration. If the
+    config.json is refused, return the error message instead."""
     try:
         config = config_from_hf(hf_config)
         return settings_of(config) | {name: getattr(config, name) for name in TRAINED_WITH}, config

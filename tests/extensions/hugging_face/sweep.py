@@ -1,12 +1,14 @@
-"""Compare every causal language model of the installed transformers with this program's, on tiny random models.
+"""Compare every causal language model of the installed transformers with this program's version of the model. The
+models are tiny and random.
 
     python -m tests.extensions.hugging_face.sweep                     # all, and the number of each verdict
     python -m tests.extensions.hugging_face.sweep glm4 olmo --draws 50 --seed 3
 
-The verdicts are: "both ways" (logits and gradients in fp64 equal to 1e-9, and weights and settings unchanged by a round
-trip, byte by byte), "in only" (no export), "refused", with the missing part, and "no target" of pretraining, with the
-reason. More configurations of each family are drawn with valid but unusual values. Each drawn configuration must either
-be imported exactly or be refused. Any other outcome has the verdict "WRONG", and the exit code is then 1.
+The verdict "both ways" means that logits and gradients in fp64 are equal to 1e-9, and that a round trip changes no byte
+of the weights and no setting. "in only" means that the model cannot be exported. "refused" is followed by the
+unsupported feature. "no target" means that the model is not meant for pretraining, and is followed by the reason. More
+configurations of each family are drawn with valid but unusual values. Each drawn configuration must either be imported
+exactly or be refused. Any other outcome has the verdict "WRONG", and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 
 def verdict(model_type: str, settings: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """Compare a transformers model with our model, and return the verdict and a text with details. `written` is the
-    config.json that our reader gets. By default, it is the config.json that transformers writes."""
+    """Compare a transformers model with this program's model, and return the verdict and a text with details. `written`
+    is the config.json that this program reads. The default is the config.json that transformers writes."""
     try:
         stated = written or transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:
@@ -107,8 +109,8 @@ def _line(error: Exception) -> str:
 
 
 def draws(model_type: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield settings that differ from the tiny model's in a few keys, which get other valid numbers or switch
-    values."""
+    """Yield settings in which one to three keys differ from the tiny model. The new values are other valid values,
+    inverted booleans or scaled floats."""
     chance = random.Random(f"{seed} {model_type}")
     usual = transformers.AutoConfig.for_model(model_type, **tiny(model_type)).to_dict()
     keys = [key for key in usual if key not in TABLES["idle"] and _values(key, usual[key])]
@@ -118,7 +120,7 @@ def draws(model_type: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _values(key: str, usual: Any) -> list[Any]:
-    """Return other values of a key of config.json."""
+    """Return alternative values for a key of config.json."""
     if key in TABLES["values"]:
         return deepcopy([value for value in TABLES["values"][key] if value != usual])
     if isinstance(usual, bool):

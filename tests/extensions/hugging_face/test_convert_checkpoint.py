@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: conversion in both directions, options, and wrong or hostile inputs."""
+"""Tests of tools/convert_checkpoint.py: conversion in both directions, options, and invalid or malicious inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def convert(*words: str | Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Run a command that must fail, and return its message, which is one line."""
+    """Run a command that must fail, and return its one-line error message."""
     with pytest.raises(SystemExit) as error:
         run_tool(lambda: convert_checkpoint.main([str(word) for word in words]))
     assert error.value.code == 2
@@ -117,7 +117,7 @@ def test_the_padding_token_is_kept(llama: Path, tmp_path: Path, files: dict[str,
 
 
 def test_without_a_tokenizer_exports_do_not_use_the_default_padding_token(tmp_path: Path) -> None:
-    """SmolLM3's own padding token, 128004, exceeds a small vocabulary."""
+    """SmolLM3's default padding token, 128004, is outside of a small vocabulary."""
     folder = save_model("smollm3", tmp_path / "theirs")
     convert("--input", folder, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", "--check", "some text")

@@ -25,7 +25,7 @@ PUBLISHED = {
     for recipe, sizes in yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text()).items()
     for size, of_size in sizes.items()
 }
-"""Maps (recipe, size) of each published model to the number of ranks, the family and the number of parameters."""
+"""Number of ranks, family and number of parameters of each published model, keyed by (recipe, size)."""
 
 
 def test_every_recipe_is_listed() -> None:

@@ -283,7 +283,7 @@ ADDED = {
 
 @pytest.mark.parametrize("family", ADDED)
 def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
-    """300 tokens are padded to 384, so both ranks of TP 2 have new rows."""
+    """The vocabulary of 300 tokens is padded to 384, so both ranks of TP 2 have new rows."""
     folder, run = tmp_path / family, tmp_path / "run"
     model_with(family, sweep.tiny(family)).float().save_pretrained(folder)
     files = f"--load {folder} --save {run} --save-interval 1 --export-hf-interval 1 --vocab-size 300"

@@ -1,4 +1,4 @@
-"""In-memory conversion of whole models between Hugging Face tensors and our parameters."""
+"""In-memory conversion of whole models between Hugging Face tensors and this program's parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.gpt_cases import FP64
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert Hugging Face tensors to our unsharded parameters, keyed by our parameter names. Raises ValueError listing
-    all mismatches."""
+    """Convert Hugging Face tensors to this program's unsharded parameters, keyed by this program's parameter names.
+    Raises ValueError listing all mismatches."""
     weights = HFWeights(state_dict, config, model_type)
     weights.check_copies()
     return {name: weights.read(name) for name in weights.placements}
 
 
 def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert our unsharded parameters by name to Hugging Face tensors. Leaves out a tied output layer, as Hugging Face
-    files do."""
+    """Convert this program's unsharded parameters, keyed by name, to Hugging Face tensors. A tied output layer is
+    omitted, as in Hugging Face files."""
     found = [*placements(config, model_type), *copies(config, model_type)]
     missing = [each.meta.name for each in found if each.meta.name not in parameters]
     if missing:
@@ -44,7 +44,7 @@ def copy_shards_(
     parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
 ) -> None:
     """Copy the matching shard of the unsharded parameter with the same name into each parameter. Frozen parameters may
-    be missing."""
+    be missing from `whole`."""
     for parameter in parameters:
         meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
         if meta.name not in whole and not parameter.requires_grad:
@@ -53,14 +53,14 @@ def copy_shards_(
 
 
 def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
-    """Return the box that a rank's shard of a parameter occupies."""
+    """Return the index ranges of the parameter that a rank's shard contains."""
     offset, shape = meta.box(coords)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert Hugging Face tensors to our parameters, and assert that converting these back gives bit-identical
-    tensors."""
+    """Convert Hugging Face tensors to this program's parameters, and assert that converting the parameters back gives
+    bit-identical tensors."""
     read = from_hf(stored, config, model_type)
     back = to_hf(read, config, model_type)
     assert back.keys() == stored.keys()

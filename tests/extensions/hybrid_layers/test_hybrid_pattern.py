@@ -1,4 +1,4 @@
-"""Flags that determine the kind of each layer by a pattern. A model with one sublayer per layer equals the
+"""Tests of flags that set the kind of each layer with a pattern. A model with one sublayer per layer equals the
 corresponding model with two sublayers per layer. A pattern can also determine the pipeline stages and the multi-token
 prediction modules."""
 

@@ -26,7 +26,7 @@ PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
 
 
 def model_of(style: str) -> GPTModel:
-    """Return a model whose weights are large enough for its tokens to differ."""
+    """Return a model with large weights, so that the model generates varied tokens."""
     model = GPTModel(replace(STYLES[style], init_method_std=0.3), FP64).eval()
     return model
 

@@ -4,9 +4,9 @@
 
 Two ranks run on separate hosts, with copies in memory and restarts within the job. The ranks fail in turn: by SIGKILL,
 by an error, and by SIGKILL after their copies are complete. Between any two faults, the program measures the processes
-once: the ranks, their parents, which the launcher started, and the holders of copies. The program prints the means over
-the first and the last tenth of the samples, and the bytes of logs per step. The results of the run are not compared:
-`tests.extensions.peer_copies.campaign` does that.
+once: the ranks, their parent processes, which the launcher started, and the processes that hold copies. The program
+prints the means over the first and the last tenth of the samples, and the bytes of logs per step. This program does not
+check the losses of the run; `tests.extensions.peer_copies.campaign` checks them.
 """
 
 from __future__ import annotations

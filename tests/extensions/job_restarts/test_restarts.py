@@ -120,7 +120,7 @@ def test_starts_without_progress_end_at_the_limit(tmp_path: Path) -> None:
 
     assert codes_of(1, attempt) == [1]
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [0, 1, 2, 3, 4]
-    # The time from which the run's duration counts is the same in all starts.
+    # Every start measures the run's duration from the same time.
     assert len({path.read_text() for path in tmp_path.iterdir()}) == 1
 
 

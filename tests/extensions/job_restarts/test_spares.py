@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Return a function that creates a run with spare ranks."""
+    """Yield a function that creates a run with spare ranks."""
     runs = list[Run]()
 
     def made(processes: int, spares: int, flags: Sequence[str] = FLAGS, per_host: int = 1) -> Run:

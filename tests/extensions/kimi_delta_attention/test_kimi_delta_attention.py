@@ -1,5 +1,5 @@
-"""Kimi Delta Attention: chunks compared with the recurrence. The tests of Hugging Face families compare logits,
-gradients and greedy text."""
+"""Tests of Kimi Delta Attention. The chunked computation is compared with the recurrence. The tests of Hugging Face
+families compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ def test_invalid_ladders_are_refused(flags: tuple[str, ...], wanted: dict[str, A
 
 
 def reached(ladder: Ladder, noise: float = 0.0) -> list[Outcome]:
-    """Return synthetic outcomes whose losses decrease with compute and during a run, with a best learning rate of
-    0.01."""
+    """Return synthetic outcomes whose losses decrease with compute and during a run. The learning rate 0.01 gives the
+    lowest loss."""
     found = []
     for number, rung in enumerate(ladder.rungs):
         last = 0.8 + 30 * rung.size.compute**-0.2 + math.log(rung.rate / 0.01) ** 2 / 50

@@ -1,5 +1,5 @@
-"""Tests of gated delta nets. Chunks are compared with the recurrence. The use of flash-linear-attention's kernels and
-the validation rules are also tested."""
+"""Tests of gated delta nets. The chunked computation is compared with the recurrence. The use of
+flash-linear-attention's kernels and the validation rules are also tested."""
 
 from __future__ import annotations
 

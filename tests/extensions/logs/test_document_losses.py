@@ -23,7 +23,7 @@ MODEL = (
 ).split()
 
 Means = dict[tuple[str, int], tuple[int, float]]
-"""Maps (source, document number) to the number of tokens and the mean loss of the document."""
+"""Number of tokens and mean loss of each document, keyed by (source, document number)."""
 
 
 @pytest.fixture

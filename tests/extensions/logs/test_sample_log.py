@@ -59,8 +59,8 @@ def test_every_layout_logs_the_same_samples(tmp_path: Path, data: list[str]) -> 
 
 
 def test_a_longer_run_continues_in_the_original_order(tmp_path: Path, data: list[str]) -> None:
-    """48 samples are less than one epoch of each data source, but 240 samples are several epochs. If a run is extended
-    to several epochs, Megatron-LM switches to a different order."""
+    """The first run's 48 samples are less than one epoch of each data source, but the longer run's 240 samples are
+    several epochs. If a run is extended to several epochs, Megatron-LM switches to a different order."""
     flags = "--micro-batch-size 3 --num-workers 0"
     begun = log_of(tmp_path / "run", data, 1, flags).read_text()
     resumed = f"--load {tmp_path / 'run'}"

@@ -148,7 +148,7 @@ def test_models_older_than_megatron_core_are_read(version: float, interleaved: P
 
 
 def in_16_bits(scaled: bool, content: dict[str, Any]) -> None:
-    """The model is saved in 16 bits, and its fp32 parameters are saved with the optimizer, group by group."""
+    """Store the model in 16 bits, and store its fp32 parameters in the optimizer, group by group."""
     dtype = torch.float16 if scaled else torch.bfloat16
     chunks = [content[key] for key in ("model0", "model1")]
     everything = [value for chunk in chunks for value in chunk.values() if isinstance(value, Tensor)]
@@ -219,7 +219,8 @@ Damage = Callable[[Path], object]
 
 
 def rewritten(change: Callable[[dict[str, Any]], object], *only: int) -> Damage:
-    """Return damage that changes the content of the files of all ranks, or only of the given ranks."""
+    """Return a function that damages a checkpoint by applying `change` to the content of the files of all ranks, or of
+    the ranks `only`."""
     return lambda folder: [rewrite(folder, change, slice(each, each + 1)) for each in only or range(4)]
 
 

@@ -192,8 +192,8 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def blocks(*attentions: dict[str, object], **mlp: object) -> str:
-    """Return the JSON text that describes the layers' shapes, with two query groups for layers that do not state
-    them."""
+    """Return the JSON text that describes the shapes of the layers. Layers that do not state a number of query groups
+    have two."""
     layers = [{"attention": {"num_query_groups": 2} | each, "mlp": mlp} for each in attentions]
     return json.dumps({"block_configs": layers})
 

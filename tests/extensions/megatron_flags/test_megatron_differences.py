@@ -17,7 +17,7 @@ from tools.translate_flags import TABLES, main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 MEETING = tomllib.loads(Path(__file__).with_name("differences_met.toml").read_text(encoding="utf-8"))
-"""Maps the subject of each difference between the programs to two examples: flags that the difference affects, and
+"""Two examples of each difference between the programs, keyed by its subject: flags that the difference affects, and
 flags that it does not affect."""
 
 

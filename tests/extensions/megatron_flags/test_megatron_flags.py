@@ -1,4 +1,4 @@
-"""Treatment of Megatron-LM flags without a field in this program."""
+"""Tests of Megatron-LM flags for which this program has no field."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ STANDARD_STACKS = (
 def test_flags_that_a_pattern_replaces_have_no_effect(
     stack: str, pattern: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The training scripts of Megatron-LM's hybrid models have such flags."""
+    """The training scripts of Megatron-LM's hybrid models pass flags that a layer pattern replaces."""
     theirs = f"--is-hybrid-model --spec {stack} --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.5"
     plain = TINY.replace("--num-layers 4", "")
     command = command_line(f"{plain} {theirs} {pattern} *-*-".split(), Launch())

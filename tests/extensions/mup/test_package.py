@@ -36,7 +36,7 @@ Rates = dict[str, list[float]]
 
 
 def config_of(flags: str, hidden: int) -> RunConfig:
-    """Return a configuration with this hidden size. The head size stays the same."""
+    """Return a configuration with the hidden size `hidden`. The head size stays the same."""
     sizes = f"--hidden-size {hidden} --num-attention-heads {hidden // 4} --ffn-hidden-size {2 * hidden}"
     decays = "--weight-decay-on matrices embeddings norms biases"
     return resolve_legal(parse_args(f"{TINY} {sizes} {WIDTH} {decays} {flags}".split()), 1)
@@ -63,21 +63,21 @@ def metas_of(model: str) -> dict[str, ParamMeta]:
 
 
 def ours(model: str, optimizer: str) -> Rates:
-    """Return [learning rate, weight decay] by parameter name."""
+    """Return the learning rate and the weight decay that this program computes, keyed by parameter name."""
     config = config_of(f"{MODELS.get(model, '')} --optimizer {optimizer}", 64).optimizer
     groups = {name: config.group_of(meta) for name, meta in metas_of(model).items()}
     return {name: [group.lr(LR, None), group.decay(DECAY)] for name, group in groups.items()}
 
 
 def as_matrix(weight: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a weight as [out, in], which the `mup` package expects. If our weight has more dims, the
-    leading dims number linear maps and are merged into the output dim."""
+    """Return the shape of a weight as [out, in], which the `mup` package expects. If a weight has more than two dims,
+    the leading dims are indices of linear maps and are merged into the output dim."""
     return tuple(weight.flatten(0, -2).shape) if weight.ndim > 2 else tuple(weight.shape)
 
 
 def by_package(model: str, optimizer: str) -> Rates:
-    """Return the learning rates of the `mup` package, which derives them by comparing the parameter shapes of two
-    models."""
+    """Return the learning rate and the weight decay that the `mup` package computes, keyed by parameter name. The
+    package compares the parameter shapes of two models."""
     package: Any = import_module("mup")
     if model == "mlp":
         base, wide = (dict(mlp(width).named_parameters()) for width in (16, 64))

@@ -1,4 +1,4 @@
-"""Best learning rates of known loss curves, and a sweep that resumes."""
+"""Tests of learning-rate sweeps: the best learning rate of a known loss curve, and resuming a sweep."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[
 def expected(gradients: Tensor, replicas: int) -> list[float]:
     """Estimate tr(S), the trace of the gradient covariance, and |G|^2, the squared gradient norm, from the gradients of
     all samples in a step. The small batches consist of the first sample of each replica, because samples are assigned
-    to replicas in turns."""
+    to replicas in round-robin order."""
     large = len(gradients)
     first = gradients[:replicas].square().sum(dim=1).mean()
     whole = gradients.mean(dim=0).square().sum()

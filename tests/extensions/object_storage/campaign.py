@@ -1,5 +1,4 @@
-"""Kills and cut connections at random points of uploads and downloads: nothing incomplete is loaded, and nothing is
-lost.
+"""Kill processes and cut connections during uploads and downloads, and check that nothing incomplete is loaded or lost.
 
     python -m tests.extensions.object_storage.campaign [--rounds 100] [--seed 1]
 
@@ -40,7 +39,7 @@ def content(number: int, file: int, writer: int) -> bytes:
 
 
 def write(root: PurePath, first: int, writer: int) -> None:
-    """Publish three folders. Prints a line at the beginning, and the number of each folder after saving it."""
+    """Publish three folders. Print a line at the beginning, and print the number of each folder after saving it."""
     storage = AttemptStorage("s3")
     print("begun", flush=True)
     for number in range(first, first + 3):
@@ -58,7 +57,7 @@ def write(root: PurePath, first: int, writer: int) -> None:
 
 def check(root: PurePath, saved: Mapping[int, int]) -> int:
     """Verify the published folders. `saved` maps the number of each folder that was reported as saved to the folder's
-    last writer. Returns the number of published folders. Raises AssertionError."""
+    last writer. Return the number of published folders. Raises AssertionError if a folder is missing or wrong."""
     folders = saved_folders(root)
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, but found {sorted(folders)}"
     for number, folder in folders.items():
@@ -88,7 +87,7 @@ def main() -> None:
 
 
 def one_round(port: int, seed: int) -> str:
-    """Run one writer and one reader. Returns a line that describes the result."""
+    """Run one writer and one reader. Return a line that describes the result."""
     generator, faults = random.Random(seed), Faults(seed, cut=0.15, late=0.03)
     root, killed = located(f"s3://{BUCKET}/run{seed}"), seed % 2 == 0
     saved = dict[int, int]()

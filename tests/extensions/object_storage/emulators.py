@@ -4,8 +4,8 @@
     python -m tests.extensions.object_storage.emulators az node_modules/.bin/azurite-blob
     python -m tests.extensions.object_storage.emulators gs gcp-storage-emulator
 
-Prints a line for each property that is satisfied. gcp-storage-emulator ignores the conditions of writes, so the last
-three properties fail with it.
+The program prints a line for each property that is satisfied. gcp-storage-emulator ignores the conditions of writes, so
+the last three properties fail with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EMULATORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "az": (["--blobPort", str(PORT), "--inMemoryPersistence", "--silent", "--skipApiVersionCheck"], AZURITE),
     "gs": (["start", f"--port={PORT}", "--in-memory"], GOOGLE),
 }
-"""Maps each URL scheme to the emulator's command-line arguments and the environment variables of its clients."""
+"""Command-line arguments of each emulator and environment variables of its clients, keyed by URL scheme."""
 
 
 def write_folder(storage: AttemptStorage, final: PurePath, content: bytes) -> None:

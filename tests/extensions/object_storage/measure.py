@@ -74,8 +74,8 @@ class Measured(NamedTuple):
 def measured(
     port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None, alone: bool = False
 ) -> Measured:
-    """Measure a run. With `alone`, the run is measured in a new process. Otherwise, the reported peak memory includes
-    that of all earlier runs."""
+    """Measure a run. With `alone`, the run is measured in a new process. Otherwise, the reported peak memory is at
+    least the peak memory of all earlier runs."""
     if alone:
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             return pool.submit(measured, port, folder, ranks, flags).result()
@@ -113,7 +113,7 @@ def measure_checkpoint(port: int, folder: Path, args: argparse.Namespace) -> Non
 
 
 def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure the wait for data in a run that must fetch its data."""
+    """Measure the wait for data in a run that must fetch its data from the object store."""
     random = np.random.default_rng(0)
     texts = (random.integers(0, 49, 4000).astype("<u2") for _ in range(args.documents))
     prefix = write_documents(folder / "data", texts)

@@ -71,7 +71,7 @@ def file_system():  # type: ignore[no-untyped-def]
 
 @dataclass
 class Faults:
-    """Faults that a proxy causes in its connections. `seed` determines where connections are cut."""
+    """Faults that a proxy injects into its connections. `seed` determines where connections are cut."""
 
     seed: int
     cut: float = 0.0
@@ -82,7 +82,7 @@ class Faults:
     the client dies."""
 
     longest_hold: float = 3.0
-    """Seconds."""
+    """Longest delay of a client's data, in seconds."""
 
     stall_after: float = inf
     """Number of bytes after which the proxy stops reading one connection but keeps it open."""

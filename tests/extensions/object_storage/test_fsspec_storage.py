@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptStorage]:
-    """Return a storage with an empty bucket."""
+    """Yield a storage with an empty bucket."""
     monkeypatch.setattr(LIMITS, "part_bytes", 5 << 20)
     with environment(credentials(port)):
         files = file_system()
@@ -120,7 +120,7 @@ def test_an_object_is_replaced_only_if_unchanged(storage: AttemptStorage) -> Non
     storage.replace(file, b"2", b"1")
     with pytest.raises(FileExistsError):
         storage.replace(file, b"3", b"1")
-    storage.replace(file, b"2", b"1")  # succeeds, as if the answer to the first request had been lost
+    storage.replace(file, b"2", b"1")  # succeeds, like a repeated request whose first answer was lost
     with pytest.raises(FileExistsError):
         storage.replace(ROOT / "gone", b"2", b"1")
     assert storage.read(file) == b"2"
@@ -310,10 +310,11 @@ def test_retry_pauses_grow_and_the_bandwidth_limit_is_kept() -> None:
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mock replaces the packages in this test; `emulators` uses the real packages."""
+    """In this test, a mock replaces the file systems of gcsfs and adlfs. `emulators.py` uses the real packages."""
 
     class Store:
-        """Mock of the packages' conditional writes of an object."""
+        """Mock of a file system of gcsfs or adlfs with one object, which is written only if its version has not
+        changed."""
 
         base = "http://store/storage/v1/"
         content, version = b"1", 7

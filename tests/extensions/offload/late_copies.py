@@ -70,8 +70,8 @@ def lose(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def late_copies() -> Iterator[None]:
-    """Within the context, delay copies of offloaded states and weights as long as possible, and overwrite the memory of
-    units between uses."""
+    """Within the context, delay copies of offloaded states and weights as long as possible. Overwrite the weights and
+    gradients of a sharding unit (such as a layer) whenever its memory would be freed."""
     with ExitStack() as patches:
         for module in (host_update, streamed_units):
             patches.enter_context(mock.patch.object(module, "CopyQueue", LateQueue))

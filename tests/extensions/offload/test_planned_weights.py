@@ -26,7 +26,7 @@ LLAMA_8B = (
     "--no-overlap-param-gather --global-batch-size 16 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --loss-chunk-tokens 1024 --optimizer-cpu-offload --offload-weights"
 )
-"""The same command as in docs/optimizers.md."""
+"""Flags of the Llama 8B command in docs/optimizers.md."""
 
 LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 VOCABULARY = 128256 * 4096

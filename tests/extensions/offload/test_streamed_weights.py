@@ -1,5 +1,5 @@
-"""Weights in host memory (--offload-weights): results are bit-identical, checkpoints are equal, and only a few units
-are on the device at a time."""
+"""Tests of --offload-weights, which keeps weights in host memory. Results are bit-identical, checkpoints are equal, and
+only a few units (such as layers) are on the device at a time."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_checkpoints_load_with_and_without_offloading(tmp_path: Path) -> None:
 
 
 def _evaluated(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Train one step, evaluate the weights and their averages, and compute the gradients of another step. Returns the
+    """Train one step, evaluate the weights and their averages, and compute the gradients of another step. Return the
     evaluation losses and the gradients."""
     with local_run(resolve_legal(parse(flags), world_size), rank, world_size) as run:
         train_step(run)

@@ -158,7 +158,7 @@ def test_updates_match_the_authors_program(shape, max_dim):
 
 
 def oracle_of(state) -> Oracle:
-    """Return the reference: Reference optimizer: SOAP for hidden matrices and AdamW for all other parameters."""
+    """Return the reference optimizer, which applies SOAP to hidden matrices and AdamW to all other parameters."""
     oracle = Oracle(state, lambda groups: None)
     oracle.optimizer = Both(oracle)
     return oracle
@@ -284,7 +284,8 @@ def test_independent_columns_are_found_among_dependent_ones(seed: int) -> None:
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 8)], ids=["first", "last"])
 def test_a_gradient_with_few_rows_leaves_the_basis_of_the_others(rows: slice) -> None:
-    """Unit vectors of the rows with gradients are in the span of the eigenvectors, and cannot complete them."""
+    """The unit vectors of rows with gradients lie in the span of the eigenvectors. To complete the basis, only the unit
+    vectors of the other rows are suitable."""
     generator = torch.Generator().manual_seed(5)
     gradient = torch.zeros(8, 20, dtype=torch.float64)
     gradient[rows] = torch.randn(gradient[rows].shape, dtype=torch.float64, generator=generator)

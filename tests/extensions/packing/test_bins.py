@@ -1,4 +1,5 @@
-"""Best-fit-decreasing packing and the order of packed samples, computed from document lengths alone."""
+"""Tests of best-fit-decreasing packing and of the order of packed samples. Both are computed from document lengths
+alone."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ RANKS = (2, 3, 4, 8, 16)
 
 @st.composite
 def micro_batches(draw: st.DrawFn, samples: int = 3) -> tuple[Documents, int, int]:
-    """Draw (documents, sequence length, number of ranks)."""
+    """Draw a tuple (documents, sequence length, number of ranks)."""
     ranks = draw(st.sampled_from(RANKS))
     length = 2 * ranks * draw(st.integers(1, 24))
     inner = st.lists(st.integers(1, length - 1), unique=True, max_size=12)

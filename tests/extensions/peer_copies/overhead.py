@@ -2,12 +2,12 @@
 
     python -m tests.extensions.peer_copies.overhead --steps 120
 
-Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model that is sharded over them. Because the
-model is sharded, each rank sends all its states to the other host. Blocks of `BLOCK` steps with copies alternate with
-blocks without, so that both kinds see the same load on the machine. The first step of each block is not counted,
-because copies of the previous step may still be in flight. A step sleeps for `--seconds`, as passes on a GPU leave the
-host's processor and network idle. The step then computes briefly and communicates. Sending a copy begins when the copy
-begins.
+Two hosts of `tests.cluster.hosts` are connected by a link with the rate `--rate`, and train one model that is sharded
+over both hosts. Because the model is sharded, each rank sends all its states to the other host. Blocks of `BLOCK` steps
+with copies alternate with blocks without, so that both kinds see the same load on the machine. The first step of each
+block is not counted, because copies of the previous step may still be in flight. A step sleeps for `--seconds`, as
+passes on a GPU leave the host's processor and network idle. The step then computes briefly and communicates. A rank
+begins to send a copy while it still makes the copy.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def copied(iteration: int) -> bool:
 
 def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
     """Return a replacement for `pretrain_gpt.main` that sleeps for `seconds` in each step and copies the training state
-    to peers only in every second block of steps. It writes the bytes of each part that it sends, and the seconds that
-    sending took, to the file `sent`."""
+    to peers only in every second block of steps. For each part of the state that is sent, the number of bytes and the
+    time in seconds are appended to the file `sent`."""
 
     def main(argv: list[str]) -> int:
         made, copy, put = training.train_step, PeerCopies._copy, Link.put

@@ -46,7 +46,7 @@ class Planned:
 
     @property
     def now(self) -> bool:
-        """Whether the fault is planned for the current start of the run."""
+        """True if the fault is planned for the current start of the run."""
         return int(os.environ.get(START, "0")) == self.start
 
     @property
@@ -163,7 +163,7 @@ class Run:
         (self.folder / f"pid{rank}").write_text(str(os.getpid()))
 
     def _breaks(self, kind: str) -> None:
-        """Inject a fault of this kind from the rank that it strikes."""
+        """Inject a fault of the given kind. The rank that the fault strikes calls this method."""
         if kind == "error":
             raise InjectedError("injected")
         if kind.startswith("host"):
@@ -202,7 +202,7 @@ class Run:
             os.environ.pop(HOST) if before is None else os.environ.update({HOST: before})
 
     def lose(self, host: int) -> None:
-        """Remove a host together with its holder process and its memory."""
+        """Remove a host: kill the process that holds its copies, and delete its memory."""
         folder = self.held_by(host)
         with suppress(OSError):
             os.kill(json.loads((folder / "holder.json").read_text())["pid"], signal.SIGKILL)
@@ -217,7 +217,7 @@ class Run:
                 os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the run's events with this name."""
+        """Return the run's events whose name is `name`."""
         lines = (self.save / "run_events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == name]
 

@@ -25,7 +25,8 @@ TENSORS = cut(values(), [0, ROWS], COLUMNS - 1)
 
 @pytest.fixture
 def copies(tmp_path: Path) -> Iterator[Copies]:
-    """Yield the copies of one rank, whose part is also sent to the host `there`."""
+    """Yield the `Copies` object of one rank. The rank's state is also sent to the host `there`, which refuses
+    connections."""
     folder = tmp_path / "here"
     own = open_holder(folder, keep=60)
     (folder / GENERATION).mkdir()

@@ -1,4 +1,5 @@
-"""Copies in memory belong to the content of --save, not only to its path."""
+"""Copies in memory are used only if they belong to the current content of the --save folder. The same path is not
+enough."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def values() -> torch.Tensor:
 
 
 def cut(tensor: torch.Tensor, rows: list[int], column: int) -> StateDict:
-    """Cut the tensor into boxes at the given row boundaries, and split each box into two boxes at column `column`."""
+    """Cut the tensor into blocks at the given row boundaries, and split each block in two at column `column`."""
     found = []
     for begin, end in pairwise(rows):
         for left, right in ((0, column), (column, COLUMNS)):

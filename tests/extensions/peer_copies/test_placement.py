@@ -1,5 +1,5 @@
-"""Placement of copies for random sizes: no host has two copies of a part, hosts are balanced, and parts that a replica
-already holds are not sent."""
+"""Tests of where copies of the state are placed, for parts of the state with random sizes. No host has two copies of a
+part, hosts are balanced, and parts that a replica already holds are not sent."""
 
 from __future__ import annotations
 

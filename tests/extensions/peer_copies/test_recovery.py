@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Return a function that creates a run of two ranks on separate hosts."""
+    """Yield a function that creates a run of two ranks on separate hosts."""
     runs = list[Run]()
 
     def made(*flags: str) -> Run:

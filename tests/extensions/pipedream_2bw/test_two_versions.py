@@ -1,4 +1,4 @@
-"""PipeDream-2BW: PipeDream-2BW computes W(t+1) = W(t) - lr g(W(t-1)) under every layout, without a bubble, and after a
+"""PipeDream-2BW computes W(t+1) = W(t) - lr g(W(t-1)) under every layout, without a bubble between steps, and after a
 resume."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def drop_begun(run: TrainingRun) -> None:
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
-    """Compute the same steps in a plain loop in which each gradient uses a copy of the weights before the last
+    """Compute the steps of `trained` in a plain loop, in which each gradient uses a copy of the weights before the last
     update."""
     with running(argv, rank, world_size) as run:
         params = [param.data for param in run.ddp.params]
@@ -262,8 +262,8 @@ SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("multiples", SIZES)
 def test_consecutive_steps_run_as_one_long_step(p: int, multiples: list[int]) -> None:
-    """The results are also equal if sends and receives block. If the steps run one by one, no message is sent in one
-    step and received in the next step."""
+    """The action lists do not deadlock even if sends and receives block. If the steps run one by one, every message is
+    received in the step in which it is sent."""
     steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
     lists = lists_of_steps("2bw", p, steps)
     passes = [[action for action in actions if action.kind in (Kind.F, Kind.B)] for actions in lists]

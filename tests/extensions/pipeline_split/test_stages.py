@@ -48,7 +48,7 @@ def test_an_end_can_count_as_one_layer() -> None:
 
 
 def test_a_costly_head_may_count_as_one_layer() -> None:
-    model = replace(MODEL, vocab_size=12 * 64 * 4)  # has as many parameters as four layers
+    model = replace(MODEL, vocab_size=12 * 64 * 4)  # the output layer has as many parameters as four layers
     assert counts(parallel(4, account_for_loss_in_pipeline_split=True), model)[-1] >= 7
 
 

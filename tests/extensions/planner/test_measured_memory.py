@@ -72,7 +72,7 @@ class Memory:
     """Memory of one rank in bytes."""
 
     names: tuple[str, ...]
-    """Names of all parameters with their places, in the order of the buffers."""
+    """Text of the `ParamMeta` of each parameter, in the order of the buffers."""
 
     elements: int
     parameters: int
@@ -84,7 +84,8 @@ class Memory:
     """Largest number of bytes of saved activations between two pipeline actions, without messages in flight."""
 
     units: int
-    """Largest total size in bytes that the unsharded parameters and gradients of units have at any time."""
+    """Largest size in bytes of the unsharded parameters of sharding units (such as layers), plus the largest size of
+    their unsharded gradients."""
 
     host: int
     """Total host memory in bytes for optimizer states, for gradient and parameter buffers, and for saved
@@ -122,8 +123,8 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
 
 
 class WholeUnits:
-    """Meter that records two maxima in bytes: of the unsharded parameters of units, and of the unsharded gradients of
-    units."""
+    """Meter that records the largest size in bytes of the unsharded parameters of sharding units (such as layers), and
+    the largest size of their unsharded gradients."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0
@@ -347,9 +348,9 @@ def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh
 
 
 def loss_memory(rank: int, world_size: int, tokens: int, vocab: int) -> tuple[int, int]:
-    """Return (peak bytes of the loss, bytes of fp32 logits). Run the forward and backward passes of the loss for bf16
-    logits [tokens, 1, vocab / tp]. The logits themselves are the result of an earlier operation, and their memory is
-    not counted."""
+    """Run the forward and backward passes of the loss for bf16 logits [tokens, 1, vocab / tp]. Return the tuple (peak
+    bytes of the loss, bytes of fp32 logits). The bf16 logits themselves are the result of an earlier operation, and
+    their memory is not counted."""
     state = initialize_model_parallel(world_size) if world_size > 1 else ParallelState()
     columns = vocab // world_size
     made_from = torch.randn(tokens, 1, columns, dtype=torch.bfloat16, requires_grad=True)

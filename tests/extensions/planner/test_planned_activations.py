@@ -116,13 +116,15 @@ def kept_in_bf16(model: TransformerConfig, **more: Any) -> int:
 
 
 def differing(world_size: int, cases: list[Case]) -> list[Found]:
-    """Return one tuple (case, planned bytes, measured bytes) for each case and rank where the two differ."""
+    """Return one tuple (case, planned bytes, measured bytes) for each case and rank where planned and measured bytes
+    differ."""
     plans = [planned_for(MicroBatch(model, parallel, SAMPLES, "cpu"), stage) for _, model, parallel, stage in cases]
     return [case for found in run_world(world_size, compare, cases, plans) for case in found]
 
 
 def compare(rank: int, world_size: int, cases: list[Case], plans: list[tuple[int, int]]) -> list[Found]:
-    """Return one tuple (case, planned bytes, measured bytes) for each case where the two differ on this rank."""
+    """Return one tuple (case, planned bytes, measured bytes) for each case where planned and measured bytes differ on
+    this rank."""
     states: dict[tuple[int, int], ParallelState] = {}
     found = []
     for (name, model, parallel, stage), planned in zip(cases, plans, strict=True):

@@ -82,7 +82,8 @@ def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
 
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return the collectives without those of `ranks_without`, which a run on CPUs calls once more."""
+    """Remove the collectives that `ranks_without` calls, because a real run on CPUs calls this function once more. Also
+    remove phases and micro-batch numbers."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

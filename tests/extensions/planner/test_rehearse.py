@@ -32,7 +32,7 @@ PLANTED = {
     "order": ("0,4", *OF_PP, "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
     "message": ("0,4", *OF_PP, "call 1: ", "a message differs from what the receiver expects", "recv of 3 bfloat16"),
 }
-"""Maps each planted fault to the rehearsed ranks and to parts of the expected message."""
+"""Rehearsed ranks and parts of the expected message for each planted fault."""
 
 
 @pytest.mark.grid("fault", ["skipped"], list(PLANTED))

@@ -207,8 +207,8 @@ OF_INDUCTOR = {
     "fp8 rowwise": ("fp8", "rowwise", 0.04),
     "experts": ("bf16", "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", 0.16),
 }
-"""Maps each run in tests/fixtures/gpu_bytes.json to its precision, its recipe or flags, and the tolerance for the bytes
-of element-wise kernels."""
+"""Precision, recipe or flags, and tolerance for the bytes of element-wise kernels, keyed by run in
+tests/fixtures/gpu_bytes.json."""
 
 
 @pytest.mark.parametrize("run", OF_INDUCTOR)

@@ -56,8 +56,8 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "states of a chain": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer shampoo --fp64 {CLIPPED}", 3),
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
-"""Maps the name of each case to the number of ranks, the flags, and how many of the first three steps are rolled back
-(None if unknown). The parity matrix tests other layouts."""
+"""Number of ranks, flags, and number of rolled-back steps among the first three steps (None if unknown), keyed by case.
+The parity matrix tests other layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:

@@ -253,8 +253,8 @@ class Deletes(Callback):
 
 
 def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
-    """Train for six iterations, with a checkpoint every two iterations. The third iteration executes the code `what`,
-    in which `path` is the folder."""
+    """Train for six iterations, with a checkpoint every two iterations. In the third iteration, execute the code
+    `what`, in which `path` is the --save folder."""
     (tmp_path / "deletes.py").write_text(DELETES.format(what=what))
     flags = f"{TINY} --train-iters 6 --log-interval 1 --save {tmp_path / 'save'} --save-interval 2 --no-async-save"
     return run_forked(1, [*flags.split(), "--extension", str(tmp_path / "deletes.py")], tmp_path / "screen", code)

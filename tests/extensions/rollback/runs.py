@@ -26,7 +26,7 @@ AT = 90
 
 def poisoned(folder: Path) -> str:
     """Write one document of random tokens that occur in no other document. All other documents consist of ascending
-    numbers. Returns the prefix."""
+    numbers. Return the prefix of the dataset."""
     noise = np.random.default_rng(1).integers(20, 50, 18)
     documents = [noise if number == AT else np.arange(9) for number in range(DOCUMENTS)]
     return write_documents(folder / "data", documents)
@@ -46,12 +46,12 @@ class Run:
         return run_forked(ranks or self.ranks, [*self.flags, *flags.split()], self.screen, code)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the run's events with this name."""
+        """Return the run's events whose name is `name`."""
         lines = (self.save / "run_events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def losses(self) -> dict[int, tuple[float, float]]:
-        """Return (loss, gradient norm) for each step, keyed by iteration. Asserts that there is one record per
+        """Return (loss, gradient norm) for each step, keyed by iteration. Assert that there is one record per
         iteration, in order."""
         records = [json.loads(line) for line in (self.save / "metrics.jsonl").read_text().splitlines()]
         assert [each["iteration"] for each in records] == list(range(1, len(records) + 1))

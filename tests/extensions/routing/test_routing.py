@@ -1,5 +1,5 @@
-"""Sinkhorn routing and random expert choices. tests/pure/test_moe.py compares all routing methods with plain
-implementations."""
+"""Tests of Sinkhorn routing and of random expert choices. tests/pure/test_moe.py compares all routing methods with
+plain implementations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Piecewise learning rate schedules follow their formulas. Branches of a run continue exactly where the original run
-was."""
+"""Piecewise learning rate schedules follow their formulas. Branches of a run continue exactly from the state of the
+original run."""
 
 from __future__ import annotations
 

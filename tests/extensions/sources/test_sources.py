@@ -1,4 +1,4 @@
-"""Training on data sets written by other libraries: documents, errors and resumed runs."""
+"""Tests of training on data sets written by other libraries: documents, errors and resumed runs."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def moved(given: Operands) -> Operands:
 
 
 WIDTHS = (512, 64, 128, 64)
-"""Of DeepSeek-V3.2."""
+"""Channel widths of DeepSeek-V3.2."""
 
 ROWS = ("*bf16", "i64", "i64", "i64")
 TYPES: dict[str, Any] = {

@@ -286,7 +286,7 @@ def test_a_warm_up_trains_only_the_indexer() -> None:
 
 
 def test_a_checkpoint_keeps_its_default_after_the_default_changed(tmp_path: Path) -> None:
-    """Only features that the run uses get a notice, and only if their flag is not given."""
+    """A resumed run prints a notice only for features that it uses and whose flag is not given."""
     sparse = "--multi-latent-attention --experimental-attention-variant dsa"
     for flags, kept in ((sparse, True), ("", False)):
         saved = parse_args(f"{TINY} {flags}".split())

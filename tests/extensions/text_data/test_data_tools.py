@@ -1,4 +1,4 @@
-"""End-to-end tests of the data tools, which run outside the repository as for a user."""
+"""End-to-end tests of the data tools. As on a user's machine, the tools run outside the repository."""
 
 import gzip
 import json
