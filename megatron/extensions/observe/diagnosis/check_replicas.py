@@ -55,7 +55,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
     """Compare all replicas bit by bit, and return the number of compared tensors on this rank. Collective over the
     world.
 
-    If replicas differ, raises ReplicaError on every rank. The message contains the first tensor that differs, the ranks
+    Raises ReplicaError on every rank if replicas differ. The message contains the first tensor that differs, the ranks
     and the values.
     """
     optimizer.finish_param_sync()
@@ -127,8 +127,8 @@ def _different(hashes: Tensor, axis: Axis) -> int | None:
 
 
 def _describe(replica: Replica, name: str, state: ParallelState) -> str:
-    """Return a message that names the elements of a replica that differ between the ranks of an axis. This is a
-    collective over the axis: all its ranks compare the same hashes, so all of them call this function."""
+    """Return a message that names the elements of a replica that differ between the ranks of an axis. This function is
+    a collective over the axis. All ranks along the axis call it, because they have compared the same hashes."""
     axis = state.axis(name)
     values = replica.values.contiguous().view(-1)
     copies = [torch.empty_like(values) for _ in axis.ranks]

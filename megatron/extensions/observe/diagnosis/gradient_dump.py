@@ -56,8 +56,8 @@ class GradientDump(Callback, Meter):
         return iteration == self._iteration
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Dump the gradients. This is called before the update, while the weights are still those of the forward and
-        backward passes."""
+        """Dump the gradients. This method is called before the update, when the weights are still the weights of the
+        forward and backward passes."""
         if self._step is None:
             return
         run, step = self.run, self._step

@@ -159,7 +159,7 @@ class CollectivesAnalysis(HangAnalysis):
 
     def __init__(self, status: RankStatus) -> None:
         super().__init__(status)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # `init_process_group` reads this variable
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # torch reads this variable in `init_process_group`
 
     def evidence(self) -> object:
         """Return a list of two items: this rank's last collective in each process group, and the rank whose message

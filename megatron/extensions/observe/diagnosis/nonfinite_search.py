@@ -198,8 +198,8 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
         notes.look(BACKWARD, name, grad_inputs, grad_outputs)
 
     def look_at_gradients(action: Action) -> None:
-        """Record the last parameter in the model whose gradient is not finite. This is called after each pipeline
-        action."""
+        """Record the last parameter in the model whose gradient is not finite. This function is called after each
+        pipeline action."""
         if notes.found or action.kind not in (Kind.B, Kind.W):
             return
         for place, param in enumerate(reversed(params)):

@@ -89,8 +89,8 @@ class Profiler(Callback):
             ranges.__exit__(None, None, None)
 
     def _write_memory(self) -> None:
-        """Write the recorded memory allocations to a file. They are written only once: at the end of the profile, at
-        the end of the run, or when memory runs out."""
+        """Write the recorded memory allocations to a file. The allocations are written only once: at the end of the
+        profile, at the end of the run, or when memory runs out."""
         recording, self._recording = self._recording, False
         if recording:
             path = f"{self.options.memory_snapshot_path}.rank{self.rank}"

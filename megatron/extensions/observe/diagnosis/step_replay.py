@@ -59,8 +59,8 @@ def replay(
 
 
 def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the configuration for replaying a step, before defaults are filled in. It consists of the run's
-    configuration and `flags`. The run's parallel layout is dropped, but its precision settings are kept. Raises
+    """Return the configuration for replaying a step, before defaults are filled in. The configuration consists of the
+    run's configuration and `flags`. The run's parallel layout is dropped, but its precision settings are kept. Raises
     ValueError if a flag is invalid.
     """
     config = parse_args(["--config", str(folder / CONFIG)])

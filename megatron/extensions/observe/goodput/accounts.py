@@ -6,9 +6,9 @@ Goodput is useful step time over wall time:
     goodput = useful / wall
 
 Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds that every part has taken since
-the first start of the run. The next start adds to the seconds in the last `goodput` event. It also reads the event of
-the iteration from which it resumes. Steps after this iteration run again, so their earlier time is counted as
-`repeated`.
+the first start of the run. The next start adds its seconds to the seconds in the last `goodput` event. If this start
+resumes from an earlier iteration than the last event, steps run again. To count the earlier time of these steps as
+`repeated`, the start also reads the event of the iteration from which it resumes.
 """
 
 from __future__ import annotations

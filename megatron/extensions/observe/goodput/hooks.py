@@ -92,8 +92,8 @@ class Goodput(Callback, Meter):
         own["rolled_back"] += max(0.0, self._unmeasured(self._with_steps(self._at_step[1])) - self._other)
 
     def take(self) -> Tensor:
-        """Return the seconds that each part has taken since the first start of the run, as a float64 tensor [parts]. On
-        ranks that do not measure, the tensor contains zeros."""
+        """Return the seconds that each part of the wall time (`PARTS`) has taken since the first start of the run, as a
+        float64 tensor of shape [parts]. On ranks that do not measure, the tensor contains zeros."""
         spent = torch.zeros(len(PARTS), dtype=torch.float64)
         if self._measures:
             self._notice_rollback()

@@ -55,8 +55,8 @@ class Estimate:
 
 
 class Window:
-    """Sliding window over the latest steps. It contains their estimates of the gradient noise tr(S) and of the squared
-    gradient norm |G|^2."""
+    """Sliding window over the latest steps. For each of these steps, the window contains an estimate of the gradient
+    noise tr(S) and an estimate of the squared gradient norm |G|^2."""
 
     def __init__(self, steps: int) -> None:
         self.rows: deque[tuple[float, float]] = deque(maxlen=steps)

@@ -74,8 +74,8 @@ def audits(config: RunConfig) -> bool:
 
 
 def shift(config: RunConfig, world_size: int) -> int | None:
-    """Return the offset, in data-parallel ranks, from each rank to the rank that also computes its micro-batches; None
-    if there is only one replica."""
+    """Return the distance, in data-parallel ranks, between a rank and the rank that computes the same micro-batches for
+    --audit-by peer. Return None if there is only one replica."""
     try:
         dims = ParallelDims.from_config(config.parallel, world_size)
     except ValueError:

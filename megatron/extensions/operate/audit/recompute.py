@@ -274,7 +274,7 @@ def _gap(one: float, other: float) -> float:
 
 
 def main(folder: Path) -> None:
-    """Read the names of snapshots from standard input until it ends, and recompute the step of each snapshot."""
+    """Recompute the step of each snapshot whose name arrives on standard input. Return at the end of the input."""
     megatron.extensions.load()
     auditor: Auditor | None = None
     for line in sys.stdin:

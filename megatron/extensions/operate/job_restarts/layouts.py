@@ -62,7 +62,7 @@ class Choice(NamedTuple):
 
 def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice | None:
     """Return the fastest legal layout for at most `ranks` ranks; None if no layout is legal. `config` is the run's
-    configuration with all defaults filled in. The number of ranks that it was made for does not matter."""
+    configuration with all defaults filled in. This configuration may be for any number of ranks."""
     until = time.monotonic() + SEARCH
     found = list(islice(_with_fewer_replicas(config, ranks, device), 1))
     searched = 0

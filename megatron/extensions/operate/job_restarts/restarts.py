@@ -345,13 +345,13 @@ class Parent:
                     if now > following_ran_at + STOPPED:
                         self._parents.kill(following)
                     lost_at = min(lost_at, now) if self._parents.lost([following]) else float("inf")
-                    if now > lost_at + GRACE:  # the child has not failed, for example because it has not connected yet
+                    if now > lost_at + GRACE:  # the child may not notice the loss, for example before it has connected
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                     if end_at == stuck_at == float("inf") and now > UNMET and not has_met():
                         print(f"process {child.pid} has not reached the store in {UNMET:g} s", file=sys.stderr)
                         end_at = now
-                except LostStoreError:  # the child also notices if the store is lost
+                except LostStoreError:  # ignored, because the child also detects the loss of the store
                     ask_at = clock.seconds() + ANSWER
             time.sleep(LOOK)
         return code

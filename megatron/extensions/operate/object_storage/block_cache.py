@@ -59,7 +59,8 @@ class Stored(NamedTuple):
 
 
 def default_folder() -> Path:
-    """Return the cache folder from the environment. The default is a folder for this user in the temporary folder."""
+    """Return the folder that the environment variable `VARIABLE` names. If the variable is not set, return a folder for
+    this user in the system's temporary folder."""
     return Path(os.environ.get(VARIABLE) or Path(tempfile.gettempdir()) / f"megatron-storage-{os.getuid()}")
 
 

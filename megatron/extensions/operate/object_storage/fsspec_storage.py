@@ -96,9 +96,8 @@ class FsspecStorage(Storage):
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read a range of a file through the cache that all processes of this host share. On S3, raises FileExistsError
-        if the file was replaced after this process began to read it. On other stores, a replacement may remain
-        undetected."""
+        """Read a range of a file through the cache that all processes of this host share. Raises FileExistsError if the
+        file was replaced after this process began to read the file. Only S3 is guaranteed to detect a replacement."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
@@ -271,7 +270,7 @@ class FsspecStorage(Storage):
         LIMITS.tried(path, put)
 
     def _place(self, path: PurePath) -> str:
-        if self.scheme in S3_SCHEMES:  # fsspec does not support all of these schemes
+        if self.scheme in S3_SCHEMES:  # fsspec's strip_protocol does not support all of these schemes
             return str(path).partition("://")[2].strip("/")
         from fsspec.core import strip_protocol  # an optional dependency
 

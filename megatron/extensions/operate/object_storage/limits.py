@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Maximum time in seconds for which a request is retried while no request of this process has succeeded yet. It is
-shorter than `Limits.retry_seconds`, so that a wrong URL is reported soon."""
+"""Maximum time in seconds for which a request is retried while no request of this process has succeeded yet. This time
+is shorter than `Limits.retry_seconds`, so that a wrong URL is reported soon."""
 
 LONGEST_PAUSE = 15.0
 
@@ -112,10 +112,10 @@ class Limits:
         """Make a request, and retry it with increasing delays if it fails, for `retry_seconds`.
 
         `request` is called with the number of the attempt, starting at 0. If the number is above 0, `request` must
-        expect that an earlier attempt has succeeded although its response was lost. If all attempts fail, raises an
-        OSError with a message that contains `what` and the last error, without credentials. A permanent error is raised
-        immediately. Time during which this process was suspended does not count toward `retry_seconds`. At least two
-        attempts are made.
+        expect that an earlier attempt has succeeded although its response was lost. This method raises an OSError if
+        all attempts fail. The message contains `what` and the last error, without credentials. A permanent error is
+        raised immediately. Time during which this process was suspended does not count toward `retry_seconds`. At least
+        two attempts are made.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0

@@ -109,7 +109,7 @@ class PeerCopies(Callback):
         """True after the ranks have connected to each other. From then on, the first rank holds the lease on --save."""
 
         self._saved: int | None = None
-        """Iteration of the last checkpoint that this process had saved when it made the last copy."""
+        """Iteration of the checkpoint that was this process's last save at the time of the last copy."""
 
         self._leases = list[Link]()
         """Open connections to holder processes. A holder exits some time after its last connection is closed."""
@@ -194,8 +194,8 @@ class PeerCopies(Callback):
         return progress
 
     def _drop_foreign(self, say: Callable[[str], None], world: Axis) -> str:
-        """Discard copies that do not belong to the run in --save (`identity`). If no copies remain, returns the reason;
-        otherwise, returns an empty string. Collective."""
+        """Discard copies that do not belong to the run in --save (`identity`). Return the reason if no copies remain,
+        and an empty string otherwise. Collective."""
         save = self._save
         self._identity = on_first_rank(lambda: read_identity(save), world)
         mine = [held.of_folder(self._identity) for held in self._held]
@@ -225,8 +225,8 @@ class PeerCopies(Callback):
         foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
         """Load the newest step for which all parts have an undamaged copy. `foreign` is True if copies were found, but
-        none of them belong to the run in --save. Returns the loaded copies, the progress of the run at that step, and
-        an empty string. If no copies were loaded, returns None, None and the reason."""
+        none of them belong to the run in --save. Return the loaded copies, the progress of the run at that step, and an
+        empty string. Return None, None and the reason if no copies were loaded."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         self._on_disk = on_first_rank(lambda: read_latest(root), world)
@@ -395,8 +395,9 @@ class PeerCopies(Callback):
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
     def _note_save(self) -> None:
-        """After a save, read from --save which checkpoint is the latest. This may be an older one, because local
-        checkpoints are uploaded later. Write SAVE/peer_copies_id again if --save was deleted before the save."""
+        """After a save, read from --save which checkpoint is the latest. The latest checkpoint in --save may be older
+        than this save, because local checkpoints are uploaded later. Write SAVE/peer_copies_id again if --save was
+        deleted before the save."""
         assert self._identity is not None
         with suppress(OSError, ValueError):  # if --save is not available, the next save reports the error
             keep_identity(self._save, self._identity)

@@ -47,8 +47,8 @@ def new_identity(root: PurePath) -> tuple[str, str]:
 
 
 def keep_identity(root: PurePath, identity: str) -> None:
-    """Write the identifier of the run to a --save folder if the folder contains no identifier. This is the case if the
-    folder was deleted during the run, and a save created it again. Raises OSError."""
+    """Write the identifier of the run to a --save folder if the folder contains no identifier. The folder contains no
+    identifier if it was deleted during the run, and a save created it again. Raises OSError."""
     if read_identity(root) is None:
         write_identity(root, identity)
 

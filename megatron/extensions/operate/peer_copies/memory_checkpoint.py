@@ -182,7 +182,7 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors in the same way as `Checkpoint.load`. If a tensor shard is lost, raises CopyError on every rank.
+        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a tensor shard is lost.
         When this error is raised, some targets may already be overwritten."""
         self._check(targets, world, ignore)
         problem = ""

@@ -43,7 +43,7 @@ def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield estimates about copies in memory, one line each."""
+    """Yield the lines of the plan section about copies in memory. Each line contains one estimate."""
     options = run.config.options(PeerCopyConfig)
     hosts = -(-run.world_size // run.ranks_per_node)
     host_of = [str(rank // run.ranks_per_node) for rank in range(run.world_size)]

@@ -44,7 +44,7 @@ class Inventory:
     """Maps each generation to the names of all parts that the training state consists of."""
 
     identities: Mapping[str, str] = field(default_factory=dict)
-    """Maps each generation to the content that SAVE/peer_copies_id had when its copies were made."""
+    """Maps each generation to the content that SAVE/peer_copies_id had when the copies of the generation were made."""
 
     def of_folder(self, identity: str | None) -> Inventory:
         """Return an inventory with only the copies that contain the run identifier `identity` of a --save folder. If

@@ -178,9 +178,9 @@ class Peer:
     None if the other host had received no message from this host."""
 
     end: str = ""
-    """How the run on the other host ended. `bye` means without a failure, `failed` with a failure, and `lost` because
-    that host lost contact with other hosts. `gone` means that the first rank of that host died without a report. The
-    text is empty while the run continues."""
+    """How the run on the other host ended; empty while the run continues. `bye` means that the run ended without a
+    failure, and `failed` means that it ended with a failure. `lost` means that the other host lost contact with the
+    rest of the hosts. `gone` means that the first rank of the other host died without a report."""
 
     ended: float = 0.0
     """Time at which the other host reported that the run had ended there."""
@@ -236,9 +236,9 @@ class Links:
         """Return the states of the hosts that this host watches, as a dictionary with one entry per state. The entries
         `silent`, `deaf`, `unheard`, `failed` and `over` map hosts to the seconds that the state has lasted. `unheard`
         means that no message has ever arrived from a host. `failed` means that the run on a host failed more than
-        `LINGER` seconds ago, and `over` that it ended without a failure. `gone` lists the hosts whose first rank died
-        without a report, and `fine` lists the hosts without a problem. If messages arrive from all hosts, only `fine`
-        is not empty."""
+        `LINGER` seconds ago. `over` means that the run on a host ended without a failure. `gone` lists the hosts whose
+        first rank died without a report, and `fine` lists the hosts without a problem. If no host has a problem, only
+        `fine` is not empty."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
         parted = False  # True if another host has ended because it received nothing from this host

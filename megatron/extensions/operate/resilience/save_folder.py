@@ -111,7 +111,7 @@ class StopFiles(Watch):
                 if path.is_file():
                     path.unlink()
                     yield Request(kind, f"{path} was there")
-            except OSError as error:  # the watchdog's thread must survive, because it also handles signals
+            except OSError as error:  # do not raise, because this thread also handles signals
                 if path not in self._stuck:
                     print(visible(f"{path} is ignored: it cannot be removed: {error}"), file=sys.stderr, flush=True)
                 self._stuck.add(path)

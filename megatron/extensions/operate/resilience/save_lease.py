@@ -153,7 +153,7 @@ class Lease(ABC):
     def release(self) -> None:
         """Release the lease if this run still holds it."""
         self._closed.set()
-        ended = self._writing.acquire(timeout=DISK)  # wait for a renewal in progress, which would recreate the file
+        ended = self._writing.acquire(timeout=DISK)  # wait for a renewal, which could recreate the file
         with suppress(OSError):
             if (found := self._read()) is not None and found["token"] == self._owner["token"]:
                 self._remove()
@@ -161,8 +161,8 @@ class Lease(ABC):
             self._writing.release()
 
     def check(self) -> None:
-        """Renew the lease. Raises OSError if the lease file cannot be read or written. If the lease is lost, calls
-        `lost` and then raises LeaseError."""
+        """Renew the lease. Raises OSError if the lease file cannot be read or written. Calls `lost` and then raises
+        LeaseError if the lease is lost."""
         with self._writing:
             error = self._update()
         if error is not None:
@@ -172,7 +172,7 @@ class Lease(ABC):
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL):
             error = None
-            with suppress(OSError), self._writing:  # if the disk is full or unavailable, saves report the error
+            with suppress(OSError), self._writing:  # ignored here: if the disk fails, the next save reports the error
                 if not self._closed.is_set():
                     error = self._update()
             if error is not None:

@@ -55,7 +55,8 @@ def uses_peer_copies(config: RunConfig) -> bool:
 
 
 def interval_of(config: RunConfig) -> int:
-    """Return the number of steps between two states that are kept for rollbacks. Two states suffice."""
+    """Return the number of steps between two states that are kept for rollbacks. With this interval, a rollback never
+    needs more than the last two states."""
     if uses_peer_copies(config):
         return config.options(PeerCopyConfig).peer_copy_interval
     return max(1, config.options(RollbackFlags).rollback_steps - 1)

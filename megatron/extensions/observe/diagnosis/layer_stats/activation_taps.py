@@ -31,8 +31,8 @@ layer."""
 QUERIES = "query_norm"
 KEYS = "key_norm"
 LOGITS = "attention_logit_max"
-"""Statistics that record a maximum instead of a mean. The query norm includes the softmax scale, so no attention logit
-exceeds the product of the query norm and the key norm."""
+"""Attention statistics. Their values are maxima, not means. The query norm includes the softmax scale, so no attention
+logit exceeds the product of the query norm and the key norm."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
 

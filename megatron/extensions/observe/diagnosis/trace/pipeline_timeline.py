@@ -309,7 +309,8 @@ def _add_arrows(trace: Trace) -> None:
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
     """Add the simulated actions of a step to a separate track of each rank. `at` is the start time of the simulated
-    step. It is the start of the measured step or the end of the previous simulated step, whichever is later.
+    step. A simulated step starts when the measured step starts or when the previous simulated step ends, whichever is
+    later.
     """
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:

@@ -115,7 +115,7 @@ def _ask(store: dist.Store, key: str, clock: Clock) -> Offset:
         returned.append(clock())
     try:
         answered = [int(time) for time in store.get(f"{key}/times").split()]
-    except ValueError:  # another process has written to the store
+    except ValueError:  # invalid text, written to the store by another process
         answered = []
     if len(answered) != ROUND_TRIPS:
         return Offset(sent[0])
@@ -321,7 +321,7 @@ class Tracer(Callback):
             store.set(f"{key}/{rank}/wanted", "")
             try:
                 found.append(_unpacked(_fetched(store, f"{key}/{rank}")))
-            except MALFORMED:  # another process has written to the store
+            except MALFORMED:  # invalid text, written to the store by another process
                 malformed.append(rank)
         dist.barrier(group=self.runtime.state.world.group)
         if malformed:
