@@ -103,8 +103,8 @@ class Batch:
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """Return a copy of the batch with the `future_` fields for multi-token prediction, for depths 1 to `depths`.
-        The batch must contain whole samples.
+        """Return a copy of the batch in which the `future_` fields are set, for multi-token prediction at depths 1 to
+        `depths`. The batch must contain whole samples.
 
         At depth k, the loss of a token counts if three conditions hold. The loss mask must be 1 for the token and for
         the k tokens after it. The label k positions ahead must be in the token's document. The token must not be among
@@ -179,7 +179,7 @@ class CachedCore(Protocol):
 
 
 class EarlierTokens(Protocol):
-    """Cache for generation. For each of b texts, it holds the keys, values and states of the tokens that earlier
+    """Cache for text generation. For each of b texts, it holds the keys, values and states of the tokens that earlier
     forward passes processed. Each forward pass appends s new tokens to each text. Texts are padded on the right. The
     cache does not support context parallelism."""
 

@@ -27,7 +27,7 @@ def dropout(
         x: Hidden states [s, b, h].
         p: Probability of dropping a value.
         key: Key of the dropout layer, from `site_key`.
-        sample_index: Sample numbers in the run [b].
+        sample_index: Number of each sample in the order of the run, [b].
         seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. If several ranks hold
             parts of a sequence, each rank applies the corresponding part of the same mask.
         compiled: Whether to use a compiled kernel.
@@ -49,7 +49,7 @@ def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tenso
 
 
 def _rows_and_columns(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor) -> tuple[Tensor, Tensor]:
-    """For x [s, b, h], return a hash of each row [s, b] and of each column [h]."""
+    """Return a hash of each row, [s, b], and of each column, [h], of x [s, b, h]."""
     sample = _absorb(key, sample_index)
     places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
     return _absorb(sample, places[:, None]), _positions(0, x.shape[2], x)
@@ -95,8 +95,8 @@ class DropoutContext(AutogradContext):
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """Autograd function of `drop_at_once`. To save memory, the mask is not stored but recomputed in the backward pass
-    from the saved hashes of rows and columns."""
+    """Autograd Function that applies `drop_at_once`. To save memory, the mask is not stored but recomputed in the
+    backward pass from the saved hashes of rows and columns."""
 
     @staticmethod
     def forward(ctx: DropoutContext, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ class ParallelDims:
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:
-        """Return the number of ranks over which the states of dense parameters, or with `expert` of expert parameters,
-        are sharded."""
+        """Return the number of ranks over which parameter states are sharded: the states of expert parameters if
+        `expert` is True, and the states of dense parameters otherwise."""
         return (self.expt_dp if expert else self.dp * self.cp) // self.instances
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class ParallelDims:
         return found | self._unfold(in_stage, ("expt_dp", "ep", "expt_tp"))
 
     def rank(self, **coords: int) -> int:
-        """Return the rank at coordinates in one of the two meshes. The coordinate of an omitted axis is 0."""
+        """Return the rank at the given coordinates in one of the two meshes. The coordinate of an omitted axis is 0."""
         if self.order_of(tuple(coords)) == self.expert_order:
             in_stage = self._fold(coords, ("expt_dp", "ep", "expt_tp"))
             coords = self._unfold(in_stage, ("dp", "cp", "tp")) | {"pp": coords.get("pp", 0)}
@@ -123,8 +123,8 @@ class ParallelDims:
         return coords
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all groups along one or several axes of a mesh, with ranks ascending and groups ordered by first
-        rank."""
+        """Return all groups along one or several axes of a mesh. The ranks in a group are in ascending order, and the
+        groups are ordered by their first rank."""
         order = self.order_of(axes)
         inside = [range(self.size(axis)) if axis in axes else range(1) for axis in order]
         outside = [range(1) if axis in axes else range(self.size(axis)) for axis in order]

@@ -49,8 +49,8 @@ class Axis:
     gloo's collectives."""
 
     levels: tuple[Axis, ...] = ()
-    """With two-level context parallelism, the inner and the outer axis that together form the context-parallel axis.
-    Empty for any other axis."""
+    """Inner and outer axis that together form the context-parallel axis, if context parallelism has two levels; empty
+    for any other axis."""
 
     @property
     def first(self) -> bool:

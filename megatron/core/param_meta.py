@@ -122,7 +122,8 @@ class ParamMeta:
     """Dimension along which each mesh axis shards the parameter, keyed by the axis: "tp", or "ep" and "expt_tp"."""
 
     init: Init | None = None
-    """Initial values. With None, `make_parameter` fills in the default that `InitPolicy` defines for the role."""
+    """Initial values of the parameter. With None, `make_parameter` fills in the default that `InitPolicy` defines for
+    the role."""
 
     partial_over: tuple[str, ...] = ()
     """Model-parallel axes over which gradients must be summed, because each rank computes only a part of the sum. The
@@ -146,7 +147,8 @@ class ParamMeta:
     vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
-    """True if the output is added to the residual stream, like the outputs of linear_proj and linear_fc2."""
+    """True if the output of the linear map is added to the residual stream, like the outputs of linear_proj and
+    linear_fc2."""
 
     tied: bool = field(default=False, kw_only=True)
     """True if the word embeddings are also the weight of the output layer."""
@@ -171,7 +173,7 @@ class ParamMeta:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state for copying and pickling. The read-only mapping `sharded` is replaced with a dict, because
-        it cannot be pickled."""
+        the mapping cannot be pickled."""
         return vars(self) | {"sharded": dict(self.sharded)}
 
     def __setstate__(self, state: dict[str, object]) -> None:

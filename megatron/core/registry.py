@@ -24,7 +24,8 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class NoFacts:
-    """Facts without fields, for a registry whose parts need no properties that are known before the import."""
+    """Facts without fields, for a registry whose parts have no properties that must be known before a part is
+    imported."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         protocol: the Protocol that all parts implement. Each part must accept the arguments of the Protocol's
             `__call__`, and have the other members of the Protocol. If `protocol` is a class but not a Protocol, each
             part must be an instance of it.
-        makes: the Protocol of the objects that calls of the parts return. If a part is a class, it must have the
+        makes: the Protocol of the objects that a part creates when it is called. If a part is a class, it must have the
             members of this Protocol, and its methods must accept the same arguments.
     """
 

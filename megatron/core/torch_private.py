@@ -85,11 +85,11 @@ or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
 """The operator that `torch.nn.functional.grouped_mm` calls. Memory plans compute only the shape of this operator's
-result. torch 2.13. Fallback: the operator that a dispatch mode sees instead."""
+result. torch 2.13. Fallback: the operator that a dispatch mode then sees for a call of `grouped_mm`."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
 """The operator that `Tensor.item()` calls. In memory plans, this operator returns zero. torch 2.13. Fallback: the
-operator that a dispatch mode sees instead."""
+operator that a dispatch mode then sees for a call of `item`."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
 """The operator that a dispatch mode sees for a call of `resize_storage`. torch 2.13. Fallback: the operator that a
@@ -256,8 +256,8 @@ def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
 
 
 def preload_compiler() -> None:
-    """Import torch._dynamo, which torch.optim imports on first use, before ranks are forked. torch 2.13. Fallback: do
-    nothing; each rank then imports torch._dynamo separately."""
+    """Import torch._dynamo before ranks are forked, because torch.optim would otherwise import it in each rank on first
+    use. torch 2.13. Fallback: do nothing; each rank then imports torch._dynamo separately."""
 
 
 def raise_recompile_limit(least: int) -> None:

@@ -1,1 +1,1 @@
-"""Core attention: kernels, masks as tiles, packed documents, and context parallelism."""
+"""Core attention: kernels, division of masks into tiles, packed documents, and context parallelism."""

@@ -37,7 +37,7 @@ class AttentionOperands:
 
 
 class AttentionBackend(Protocol):
-    """Attention kernels of one layer."""
+    """Interface that provides the attention kernels of one layer."""
 
     always_tiles: bool
     """True if the kernels returned by `tiles` also compute plain causal attention, in place of the module returned by
@@ -70,7 +70,7 @@ ATTENTION_BACKENDS.register("unfused", f"{_CORE}:Unfused")
 
 
 class Ranks(Protocol):
-    """Axis of the context-parallel ranks, a `megatron.core.parallel_state.Axis`."""
+    """Interface of the context-parallel axis, which is a `megatron.core.parallel_state.Axis`."""
 
     @property
     def size(self) -> int: ...

@@ -39,7 +39,7 @@ class Ring:
 
     cp: Axis
     queries: Spans
-    """Positions of the queries that this rank computes."""
+    """Positions of the queries for which this rank computes attention."""
     keys: tuple[Spans, ...]
     """Positions of the keys on each rank."""
     causal: Causal
@@ -85,8 +85,8 @@ class RingContext(AutogradContext):
 
 
 class RingAttention(torch.autograd.Function):
-    """Compute attention around a ring: q [n, b, heads, d], k [m, b, groups, d] and v [m, b, groups, dv] of this rank,
-    sinks [heads] or None -> [n, b, heads, dv]. Outputs of several tiles are summed in fp32 or fp64."""
+    """Autograd Function that computes ring attention: q [n, b, heads, d], k [m, b, groups, d] and v [m, b, groups, dv]
+    of this rank, sinks [heads] or None -> [n, b, heads, dv]. Outputs of several tiles are summed in fp32 or fp64."""
 
     @staticmethod
     def forward(ctx: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:

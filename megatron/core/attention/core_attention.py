@@ -58,7 +58,7 @@ class TorchBackend:
 
 
 class Unfused(TorchBackend):
-    """Attention in plain torch."""
+    """Backend that computes attention in plain torch, without fused kernels."""
 
     always_tiles = True
 

@@ -13,7 +13,8 @@ from megatron.core.attention.core_attention import CoreAttention
 
 
 class LargestLogits:
-    """Recorder of the largest logit of each head [heads/tp] in training passes since the last `clear`.
+    """Recorder of the largest attention logit of each head, [heads/tp], over all training passes since the last
+    `clear`.
 
     Creating an instance starts the recording of logits. From then on, plain torch computes the layer's attention
     instead of a fused kernel.

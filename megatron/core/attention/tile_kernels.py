@@ -37,7 +37,7 @@ class Dropout:
     p: float
     key: int
     head_offset: int
-    """Global number of the first local head."""
+    """Index, among all heads of the layer, of the first head that this rank computes."""
 
     sample_index: Tensor
 
@@ -61,7 +61,7 @@ class Kernel(Protocol):
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        """Yield each tile with its gradients, given the rows (`rows`, q, k and v) of all tiles."""
+        """Yield each tile with its gradients. `rows`, q, k and v contain the rows of all tiles."""
 
     @property
     def needs_places(self) -> bool:
@@ -236,8 +236,8 @@ class TorchKernel:
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
-    """Rearrange the rows of x by query group: x [n, b, heads, d] -> [b, groups, heads / groups * n, d], for k [m, b,
-    groups, d]."""
+    """Rearrange the rows of x by query group: x [n, b, heads, d] -> [b, groups, heads / groups * n, d]. `k` [m, b,
+    groups, d] determines the number of groups."""
     return x.unflatten(2, (k.shape[2], -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
 
 

@@ -35,7 +35,7 @@ def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
 
 
 class Shards(NamedTuple):
-    """Positions of the tokens of a micro-batch that each context-parallel rank holds and sends."""
+    """Positions of the tokens that each context-parallel rank holds, and of the keys that it sends to other ranks."""
 
     held: tuple[Spans, ...]
     """Position spans of each rank's tokens, in ascending order. Each rank has the same number of tokens."""
@@ -160,7 +160,8 @@ class Tile:
 
 @lru_cache(maxsize=256)
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
-    """Return the tiles of queries at positions `queries` with keys at positions `keys`, diagonal tiles first.
+    """Return the tiles that pair queries at the positions `queries` with keys at the positions `keys`. Diagonal tiles
+    come first.
 
     A diagonal tile contains queries and keys at the same positions. A query is in exactly one diagonal tile if `keys`
     contains the query's position.
@@ -172,8 +173,8 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 
 
 def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
-    """Yield the tiles of each sample as if there were no sliding window. A tile contains queries of one span and keys
-    of one span, all from the same document."""
+    """Yield the tiles of each sample, ignoring the sliding window. A tile contains queries of one span and keys of one
+    span, all from the same document."""
     for sample, starts in _samples(documents):
         of_keys = [(row, span, _documents_in(span, starts)) for row, span in _with_rows(keys)]
         for q_row, q_span in _with_rows(queries):

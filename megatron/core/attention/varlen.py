@@ -131,7 +131,8 @@ def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Add attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
+    """Add attention sinks [heads] to the output [..., heads, dv] and the log-sum-exp [..., heads] of a kernel, in
+    place.
 
     A sink z is an additional score in each softmax row. The sink has no value vector, so it allows a head to attend to
     nothing (gpt-oss). arXiv 2309.17453 describes sinks that emerge during training in models without this additional

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition that a flag requires or excludes, such as that another flag is given."""
+    """Condition that a flag requires or excludes, for example that another flag is given."""
 
     text: str
     """Text of the condition, in one of these forms: `--x` (the flag is given, and is neither off nor 0), `--x VALUE`,
@@ -44,7 +44,8 @@ class FlagSpec:
     """Alternative spellings of the flag, with their dashes."""
 
     choices: Collection[str] | None = None
-    """Legal values. If the choices are the names in a registry, loaded extensions can add further choices."""
+    """Permitted values of the flag. If the choices are the names in a registry, loaded extensions can add further
+    choices."""
 
     many: bool = False
     """True if the flag takes one or more values; the field is then a tuple."""

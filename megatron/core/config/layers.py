@@ -29,8 +29,8 @@ class LayerModule(Protocol):
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """Map the residual stream before the layer to the stream after the layer: x [s, b, w] -> [s, b, w]. Sequence
         parallelism divides s by tp, and context parallelism divides s by cp. w is the width of the residual stream:
-        --hidden-size, or a multiple if the model has several parallel residual streams. `context` is the micro-batch's
-        `megatron.core.batch.BatchContext`."""
+        --hidden-size, or a multiple of --hidden-size if the model has several parallel residual streams. `context` is
+        the micro-batch's `megatron.core.batch.BatchContext`."""
 
 
 class Layer(Protocol):
@@ -157,7 +157,7 @@ class Sublayers:
     """True if the layer contains the model's attention."""
 
     linear: str | None = None
-    """Name of the mixer that replaces the model's attention; None if no mixer does."""
+    """Name of the mixer that replaces the model's attention; None if no mixer replaces it."""
 
     mlp: bool = False
     """True if the layer contains an MLP, either dense or with experts."""

@@ -83,15 +83,15 @@ class MixerFacts:
     """Letter that represents the mixer in --hybrid-layer-pattern."""
 
     whole_sequences: bool = False
-    """True if the mixer processes whole sequences under context parallelism, and not only the tokens of its own
+    """True if the mixer processes whole sequences under context parallelism, instead of only the tokens of this
     rank."""
 
     attends: bool = False
     """True if the mixer extends the model's attention, and therefore uses the flags and positions of attention."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
-    """Function of (configuration, layer number, `LayerKind` according to the model's flags) that returns the
-    `LayerKind` of a layer with this mixer."""
+    """Function that returns the `LayerKind` of a layer with this mixer. Its arguments are the configuration, the layer
+    number, and the `LayerKind` that follows from the model's flags."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part of the
@@ -146,7 +146,7 @@ class MixerNames(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, name: str) -> str:
-        """Return the file and line that register a mixer."""
+        """Return the file and line at which a mixer is registered."""
         return MIXERS.where(name)
 
 

@@ -67,7 +67,7 @@ class TransformerConfig(ModelFields):
         """Widths of the query, key and value heads."""
         if (widths := self.attention_facts.widths) is not None:
             return widths(self)
-        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule reports 0 heads
+        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # validation rejects 0 heads
         return HeadWidths(key, key, self.value_channels or key)
 
     @property
@@ -207,7 +207,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def expert_pattern(self) -> tuple[bool, ...]:
-        """For each layer, True if its MLP is a mixture of experts."""
+        """Tuple with one bool for each layer, which is True if the layer's MLP is a mixture of experts."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.experts for parts in stated[: self.num_layers])
         return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
@@ -222,7 +222,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_pattern(self) -> tuple[bool, ...]:
-        """For each layer, True if its attention has a sliding window or chunks."""
+        """Tuple with one bool for each layer, which is True if its attention has a sliding window or chunks."""
         return self._pattern(self.local_span != Span(), self.window_attn_skip_freq, all_but_last_of_each)
 
     @property
@@ -237,7 +237,7 @@ class TransformerConfig(ModelFields):
         return tuple(self.rotary and not skips for skips in skipped)
 
     def unreadable_patterns(self) -> dict[str, str]:
-        """Return error messages for invalid layer patterns of features that the model does not use, keyed by field."""
+        """Check the layer patterns of features that the model does not use. Return error messages, keyed by field."""
         found = {}
         for name, present in (
             ("moe_layer_freq", self.num_experts is not None),

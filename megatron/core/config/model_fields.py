@@ -27,7 +27,7 @@ NEEDED_BY = {
 """Layer parts that only some models have, mapped to the flags that add the parts."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Larger part of a layer that contains a smaller part, keyed by the smaller part."""
+"""Dictionary that maps a part of a layer to the larger part that contains it."""
 
 
 class RecomputedParts(Collection[str]):
@@ -53,8 +53,8 @@ class RecomputedParts(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, part: str) -> str:
-        """Return the file and line that register the mixer or residual stream that adds the layer part `part`. Return
-        an empty string if no mixer or residual stream adds it."""
+        """Return the file and line at which the mixer or residual stream that adds the layer part `part` is registered.
+        Return an empty string if no mixer or residual stream adds the part."""
         owners = [MIXERS.where(name) for name in MIXERS if MIXERS.facts(name).recomputed == part]
         owners += [RESIDUALS.where(name) for name in RESIDUALS if RESIDUALS.facts(name).recomputed == part]
         return owners[0] if owners else ""

@@ -44,8 +44,8 @@ class RouterFacts:
     --moe-router-score-function determines the kind."""
 
     training_only: bool = False
-    """True if the router differs from the previously registered router only in training, so that a trained model does
-    not depend on it."""
+    """True if the router differs from the router that was registered before it only in training, so that a trained
+    model does not depend on it."""
 
 
 class Scores(Protocol):
@@ -134,7 +134,7 @@ class RouterValues(Collection[str]):
         return stating[0]
 
     def where(self, value: str) -> str:
-        """Return the file and line that register the router for the choice `value`."""
+        """Return the file and line at which the router for the choice `value` is registered."""
         return ROUTERS.where(self.router(value))
 
 
@@ -308,7 +308,7 @@ class MoEConfig:
         """Return the sum of the coefficients of the auxiliary losses that have one of these types."""
         pairs = zip(
             self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False
-        )  # a rule checks the lengths
+        )  # a validation rule checks the lengths
         return sum(coefficient for kind, coefficient in pairs if kind in types)
 
     @property

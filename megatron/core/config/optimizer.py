@@ -218,8 +218,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_own_groups(self) -> bool:
-        """True if the parameter groups are not the default groups, which are one group with and one group without
-        weight decay."""
+        """True if the parameter groups differ from the two default groups, one with and one without weight decay."""
         usual = OptimizerConfig()
         fields = ("weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
         own = any(getattr(self, name) != getattr(usual, name) for name in fields)

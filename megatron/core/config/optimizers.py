@@ -47,8 +47,8 @@ class OptimizerFacts:
     fields have in its checkpoint."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """Function of the `OptimizerConfig` and the name of the main dtype that returns the names of the dtypes in which
-    the optimizer multiplies matrices."""
+    """Function that returns the names of the dtypes in which the optimizer multiplies matrices. Its arguments are the
+    `OptimizerConfig` and the name of the main dtype."""
 
 
 class MakeChain(Protocol):

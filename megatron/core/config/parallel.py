@@ -1,4 +1,4 @@
-"""Parallel layout of model and batch, devices, backends and number formats. This module does not import torch."""
+"""Configuration of the parallel layout, devices, backends and number formats. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ class HostFacts:
     """Properties of a registered store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
-    """Function of the `OptimizerConfig` that returns the fraction of the optimizer states that is kept and updated in
+    """Function that returns, for an `OptimizerConfig`, the fraction of the optimizer states that is kept and updated in
     host memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. For each bucket,
-    the function returns the ranges of elements whose states are in host memory. A bucket is identified by (buffer
-    number, bucket number in the buffer). The second argument lists the buckets in the order in which the backward pass
-    completes them."""
+    """Function that returns, for each bucket, the ranges of elements whose states are in host memory. Its arguments are
+    the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A bucket is identified by
+    (buffer number, bucket number in the buffer). The second argument lists the buckets in the order in which the
+    backward pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Function of the sizes of all ranges in host memory that returns the number and the size of the device slots
-    through which gradients and parameters of the ranges are copied. Only plans call this function."""
+    """Function that returns the number and the size of the device slots. The gradients and parameters of ranges in host
+    memory are copied through these slots. Its argument contains the sizes of all ranges. Only plans call this
+    function."""
 
     layers: Callable[..., int]
-    """Function of the `ModelParallelConfig` that returns the number of layers at the start of each stage whose
+    """Function that returns, for a `ModelParallelConfig`, the number of layers at the start of each stage whose
     activations the store keeps."""
 
     with_layers: Callable[..., Section]
-    """Function of (ModelParallelConfig, n) that returns a copy of the configuration in which the activations of at most
-    n layers are kept in host memory. Only plans call this function."""
+    """Function that returns a copy of a `ModelParallelConfig` in which the activations of at most n layers are kept in
+    host memory. Its arguments are the `ModelParallelConfig` and n. Only plans call this function."""
 
 
 class HostMemory(Protocol):
@@ -119,7 +120,7 @@ class SplitFacts:
 
 class StageSplit(Protocol):
     """Uneven division of the layers among pipeline stages. The argument `model` is a `TransformerConfig`. If the flags
-    describe no valid division, all methods except `virtual` raise a ValueError that names the wrong flag."""
+    describe no valid division, all methods except `virtual` raise a ValueError that names the invalid flag."""
 
     def virtual(self, parallel: ModelParallelConfig) -> bool:
         """Return whether each pipeline rank holds several stages."""

@@ -62,7 +62,7 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class Demands:
-    """Requirements of a run that its datasets must meet, in addition to their configuration."""
+    """Requirements that a run imposes on its datasets, in addition to the `DatasetConfig`."""
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
@@ -70,7 +70,7 @@ class Demands:
     every split whose size is given."""
 
     longest: int = 0
-    """Largest sequence length of the run if it changes during the run, else 0."""
+    """Largest sequence length of the run if the sequence length changes during the run, and 0 otherwise."""
 
     say: Callable[[str], None] = lambda line: None
     """Function that is called with a message for each dataset whose splits are not divided at document boundaries."""
@@ -84,8 +84,8 @@ class Blend(NamedTuple):
 
 
 def parse_blend(flag: str, values: Sequence[str]) -> Blend:
-    """Parse `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError, with `flag` in the message, if the values are
-    invalid."""
+    """Parse the values of a flag, which have the form `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError, with
+    `flag` in the message, if the values are invalid."""
     shown = f"{flag} {' '.join(values)}"
     if not values:
         raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")
@@ -308,8 +308,8 @@ class _Builder:
     def _documents(self, prefix: str, indexed: IndexedDataset, shares: Sequence[float]) -> Sequence[range | Pieces]:
         """Return the documents of each split.
 
-        If a split that the run needs would not get a single document, the tokens of all documents are concatenated and
-        divided instead.
+        If a split that the run needs would otherwise receive no document, the tokens of all documents are concatenated
+        and divided instead.
         """
         found, needed = split_documents(shares, len(indexed)), self.demands.needed
         assert needed is not None

@@ -82,7 +82,7 @@ class BuildDatasets(Protocol):
 
 
 DATASETS = Registry("--dataset-type", NoFacts, protocol=BuildDatasets)
-"""Registered dataset builders (`BuildDatasets`), by name."""
+"""Registry that maps each choice of --dataset-type to a function with the interface of `BuildDatasets`."""
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")

@@ -289,7 +289,7 @@ class DividesDocuments(Protocol):
     """Interface of extension options that may replace Megatron-LM's division of documents into samples."""
 
     def sample_maker(self) -> SampleMaker | None:
-        """Return the class that composes samples from documents, or None if no flag selects one."""
+        """Return the class that composes samples from documents, or None if no flag selects such a class."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
         """Return a one-line description of the samples and the steps of the run, for logs and plans. `lengths`

@@ -3,8 +3,8 @@ only numpy and does not access the disk.
 
 The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
 the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
-shuffle index lists the sample numbers in the order in which samples are drawn. The blend index draws from several
-datasets by weight.
+shuffle index lists the sample numbers in the order in which samples are drawn. The blend index lists samples that are
+drawn from several datasets in proportion to their weights.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class EpochPlan:
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
     """Return a plan with enough epochs of `tokens` tokens for `samples` samples. If `samples` is None, plan one epoch.
 
-    If less than 80 % of the last epoch is needed, it is shuffled separately, so that repeated documents do not displace
-    other documents from the first pass.
+    If less than 80 % of the last epoch is needed, the last epoch is shuffled separately, so that repeated documents do
+    not displace other documents from the first pass.
     """
     assert tokens > 0
     epochs = 1 if samples is None else max(1, -(-(samples * seq_length + 1) // tokens))
@@ -95,7 +95,7 @@ def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
 
 class GPTIndex(NamedTuple):
     """Three arrays that determine, for each sample number, which documents the sample contains, and where it starts and
-    ends in them."""
+    ends in these documents."""
 
     document_index: NDArray
     """Document numbers [E * documents], in the order of the token stream."""
@@ -353,7 +353,7 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """For each draw, return how many earlier draws were from the same dataset. To save memory, the draws are processed
+    """Return, for each draw, the number of earlier draws from the same dataset. To save memory, the draws are processed
     in parts."""
     sample = np.empty(len(choice), np.int64)
     before = np.zeros(datasets, np.int64)

@@ -12,7 +12,7 @@ Sample = dict[str, NDArray | None]
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """Converter from the token ids of a sample to model inputs. The options of type bool require `eod`, the id of the
+    """Converter from the token ids of a sample to model inputs. The boolean options require `eod`, the id of the
     end-of-document token."""
 
     seq_length: int

@@ -50,5 +50,5 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
 
 def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
     """Return the parts of documents that a sample contains (see `TextDataset.documents_of`), or an empty list if the
-    dataset does not record them."""
+    dataset does not record these parts."""
     return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []

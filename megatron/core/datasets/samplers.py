@@ -1,4 +1,4 @@
-"""Assignment of samples to data-parallel ranks, and an iterator that prefetches them.
+"""Assignment of samples to data-parallel ranks, and an iterator that prefetches samples.
 
 Samples are numbered in the order in which the run consumes them. A step that starts at sample g uses the samples [g, g
 + global batch). Micro-batch m of data-parallel rank r uses micro_batch_size samples from g + (m * dp_size + r) *
@@ -147,7 +147,7 @@ class DataIterator:
         wait([future for _, future in self._ready])
 
     def restrict(self, end: int, micro_batch_size: int) -> None:
-        """Change the end of the data and the micro-batch size. If either differs, discard the prefetched
+        """Change the end of the data and the micro-batch size. If either value changes, discard the prefetched
         micro-batches."""
         if (end, micro_batch_size) != (self.end, self.micro_batch_size):
             self._drop()

@@ -1,2 +1,2 @@
-"""Sharded checkpoints that load under any layout. `state_dict` defines the content of a checkpoint, and `storage` its
-format."""
+"""Sharded checkpoints that load under any layout. `state_dict` defines the content of a checkpoint, and `storage`
+defines the format."""

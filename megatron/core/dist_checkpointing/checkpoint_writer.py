@@ -203,8 +203,8 @@ class HostStaging:
         self._preparing.start()
 
     def stage(self, tensors: StateDict) -> StateDict:
-        """Copy everything that this rank writes to the host buffer, and wait only for these copies. The next call of
-        `stage` overwrites the host buffer, which contains the returned tensors."""
+        """Copy into the host buffer everything that this rank writes, and wait only for these copies. The returned
+        tensors refer to the host buffer, which the next call of `stage` overwrites."""
         self.wait()
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]

@@ -33,8 +33,8 @@ from megatron.core.dist_checkpointing.ranged_file import Range
 from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
-"""Maximum size in bytes up to which a tensor is written from a template. For larger tensors, a template is not
-worthwhile, because writing the data takes longer than pickling."""
+"""Maximum size in bytes of a tensor that is written from a template. For larger tensors, a template is not worthwhile,
+because writing the data takes longer than pickling."""
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides of a tensor."""
@@ -233,7 +233,7 @@ class DataWriter(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return the index metadata. A path outside the local disk is stored as text, because other programs cannot
-        unpickle its path class."""
+        unpickle the class of such a path."""
         path = self.path if isinstance(self.path, Path) else str(self.path)
         return StorageMeta(checkpoint_id=path, save_id=self.save_id)
 

@@ -110,8 +110,8 @@ class IndexReader(dcp.FileSystemReader):
                     yield item
 
     def _small_kind(self, item: ReadItem) -> Kind | None:
-        """Return the kind of a small tensor as recorded in the index. Return None for larger tensors, and for items
-        that are not tensors."""
+        """Return the `Kind` (dtype, shape and strides) of a small tensor, as recorded in the index. Return None for
+        larger tensors, and for items that are not tensors."""
         at, info = item.storage_index, self.storage_data[item.storage_index]
         entry = self.read_metadata().state_dict_metadata.get(at.fqn)
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata) or at.index is None:
@@ -167,8 +167,8 @@ INDEX_NAMES = {
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""Classes that replace classes of other programs when an index is read. A key is the (module, name) by which a pickle
-refers to a class. Its value is the (module, name) of the class that is used instead."""
+"""Replacements for classes of other programs, which are applied when an index is read. A key is the (module, name) by
+which a pickle refers to a class. Its value is the (module, name) of the class that is used instead."""
 
 
 class IndexUnpickler(pickle.Unpickler):

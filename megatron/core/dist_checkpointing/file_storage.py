@@ -90,7 +90,7 @@ class Storage(Protocol):
 
     @abstractmethod
     def remove(self, path: PurePath) -> None:
-        """Delete a file, or a folder with its contents. Raises FileNotFoundError if there is neither."""
+        """Delete a file, or a folder with its contents. Raises FileNotFoundError if `path` does not exist."""
         ...
 
     def content(self, path: PurePath) -> bytes | None:
@@ -191,7 +191,7 @@ class Storage(Protocol):
         return self.size(final / UNFINISHED) is None
 
     def discard(self, final: PurePath) -> None:
-        """Discard everything written since `begin`, but never a published folder."""
+        """Discard everything written since `begin`. A published folder is never discarded."""
         if not self.finished(final):
             self.withdraw(final)
 
@@ -212,7 +212,7 @@ class StorageClass(Protocol):
 
 
 STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)
-"""Registered storage classes (`StorageClass`), by URL scheme."""
+"""Registry that maps each URL scheme to a storage class (`StorageClass`)."""
 
 
 class LocalStorage(Storage):
@@ -293,8 +293,8 @@ class LocalStorage(Storage):
         scratch, replaced = self.scratch(final), final.with_suffix(".old")
         sync_folder(Path(scratch))
         if os.path.lexists(final):
-            # A rename cannot replace a non-empty folder, so the old folder is renamed first. saved_folders accepts its
-            # temporary name.
+            # A rename cannot replace a non-empty folder, so the old folder is renamed first. `saved_folders` also
+            # accepts the temporary name.
             with suppress(FileNotFoundError):
                 self.remove(replaced)
             os.rename(final, replaced)

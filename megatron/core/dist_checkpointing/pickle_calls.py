@@ -107,7 +107,7 @@ class _Reader:
         return self.data[self.place - count : self.place]
 
     def number(self, form: str) -> int:
-        """Read an integer of a `struct` format."""
+        """Read an integer in the `struct` format `form`."""
         (found,) = struct.unpack(form, self.take(struct.calcsize(form)))
         return int(found)
 

@@ -3,8 +3,8 @@ and `OptimizerPiece` describes one rank's optimizer state of a parameter.
 
 A rank holds a rectangle ("box") of each parameter. Under ZeRO-1, a rank instead holds a range of the rectangle's
 elements, flattened in row-major order. A flat range of a rectangle consists of a few boxes (`core.boxes`). DCP reshards
-boxes: any set of boxes can be loaded from any other set. Each rank saves its state as it is in memory, so no rank
-gathers or copies a whole tensor.
+boxes: it loads the boxes of one layout from the boxes of any other layout. Each rank saves its state as it is in
+memory, so no rank gathers or copies a whole tensor.
 
 DCP reads boxes through three private torch methods, which only this file implements.
 """

@@ -248,8 +248,8 @@ class DistributedDataParallel:
                 foreach_mul_(grads, factor.to(grads[0].device, self.main_dtype))
 
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
-        """Start the all-gathers of updated parameters in forward order. By default, gather the parameters of all
-        buckets."""
+        """Start the all-gathers of updated parameters, in the order in which the forward pass uses the parameters. By
+        default, gather the parameters of all buckets."""
         if self.param_gather is not None:
             assert buckets is None, "Casts are computed from all parameters."
             self.param_gather.cast_()

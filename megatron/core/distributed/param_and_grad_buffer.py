@@ -1,9 +1,9 @@
 """ParamAndGradBuffer: contiguous memory of parameters and gradients, with reduce-scatters and all-gathers.
 
 Each parameter becomes a view of one flat tensor. The `main_grad` of each parameter becomes a view of another flat
-tensor, in the main dtype. One in-place collective on a slice of the flat tensor reduces the gradients of a bucket, and
-another collective gathers the parameters of the bucket. The bucket of a unit has separate flat tensors, whose memory is
-repeatedly allocated and freed.
+tensor, in the main dtype. One in-place collective on a slice of the gradient tensor reduces the gradients of a bucket,
+and another collective on a slice of the parameter tensor gathers the parameters of the bucket. The bucket of a unit has
+separate flat tensors, whose memory is repeatedly allocated and freed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Bucket:
     """
 
     on_host = False
-    """True if the rank keeps its part of the bucket in host memory, and copies this part to the device only for
-    passes."""
+    """True if the rank keeps its part of the bucket in host memory, and copies this part to the device only while a
+    pass uses it."""
 
     before_sync: Callable[[Bucket], None] | None = None
     """Diagnostic hook that is called before each reduction, while `grads` still contains the gradients of this rank
@@ -222,7 +222,8 @@ class UnitStore:
 
 
 def have_values(params: Sequence[Tensor]) -> None:
-    """`initialize` function for parameters that already have values: assert that `params` is empty."""
+    """Default of the argument `initialize`, for parameters that already have values. Assert that `params`, which lists
+    parameters without values, is empty."""
     assert not params, f"{params[0].meta.name} has no values"  # type: ignore[attr-defined]
 
 
@@ -322,8 +323,8 @@ class SmallGrads:
     def __init__(self) -> None:
         self.enabled = False
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        """Pairs of parameter and gradient, keyed by the parameter's id. Before a second gradient of a parameter is held
-        back, all gradients in this mapping are added to their `main_grad`s."""
+        """Pairs (parameter, gradient), keyed by the id of the parameter. Before a second gradient of a parameter is
+        held back, all gradients in this mapping are added to their `main_grad`s."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
         """Return True if a gradient can be held back. The gradient must be small, no callback may wait for it, and

@@ -1,10 +1,10 @@
 """Layout of parameters and gradients in flat memory: buffers, buckets, ZeRO-1 shards, and states offloaded to the host.
 This module does not import torch.
 
-Parameters of a buffer have the same weight decay, learning rate and optimizer, and are reduced over the same ranks. A
-buffer is divided into buckets, each of which is reduced in one collective. A bucket is divided into one shard per
-data-parallel rank. This module computes the layout of all buffers once, from the shapes of the parameters. Buffers, the
-distributed optimizer, checkpoints and memory plans use the same layout.
+All parameters of a buffer have the same weight decay, learning rate and optimizer, and their gradients are reduced over
+the same ranks. A buffer is divided into buckets, each of which is reduced in one collective. A bucket is divided into
+one shard per data-parallel rank. This module computes the layout of all buffers once, from the shapes of the
+parameters. Buffers, the distributed optimizer, checkpoints and memory plans use the same layout.
 
 Buckets are filled in reverse registration order, roughly the order in which the backward pass completes gradients, so
 that the first buckets are ready first. If gradients or parameters are also sharded (ZeRO-2 and ZeRO-3), a bucket of
@@ -105,7 +105,7 @@ class BufferLayout:
     parameters of experts."""
 
     group: ParamGroup
-    """Parameter group, which determines learning rate and weight decay of the buffer's parameters."""
+    """Parameter group, which determines the learning rate and the weight decay of the buffer's parameters."""
 
     data_parallel_size: int
     buckets: tuple[BucketLayout, ...]

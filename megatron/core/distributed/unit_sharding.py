@@ -42,8 +42,8 @@ from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
 WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
-"""Names of the profiler ranges in which a rank waits without computing. On GPUs, the ranges do not include waits of the
-host."""
+"""Names of the profiler ranges in which a rank waits without computing. On GPUs, the ranges do not include the time for
+which the host waits."""
 
 
 class UnitBucket(Bucket):
@@ -146,7 +146,7 @@ class UnitBucket(Bucket):
             self._reduced = start_reduce_scatter(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Wait for `start_grad_sync`, add the reduced sum to `grad_shard`, and free the unsharded gradients."""
+        """Wait for the pending reduction, add the reduced sum to `grad_shard`, and free the unsharded gradients."""
         if self._reduced is not None:
             with record_function(WAIT_REDUCED):
                 reduced = self._reduced.wait()
