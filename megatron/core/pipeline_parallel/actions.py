@@ -1,4 +1,5 @@
-"""Actions of pipeline schedules: the operations that each pipeline rank runs in order."""
+"""Actions of pipeline schedules. An action is an operation that a pipeline rank runs, such as a forward pass or a
+send."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from typing import NamedTuple
 class Kind(Enum):
     """Kinds of actions.
 
-    Compute: F is a forward pass and B a whole backward pass. I is the half of a backward pass that computes the input
-    gradient, and W the half that computes weight gradients.
+    Compute: F is a forward pass, and B is a whole backward pass. I is the half of a backward pass that computes the
+    input gradient, and W is the half that computes the weight gradients.
 
     Communication: SEND_F sends a stage's output to the next stage, which receives it with RECV_F. SEND_B sends the
-    gradient of a stage's input to the previous stage, which receives it with RECV_B. Each action carries the number of
-    the stage that runs it, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of
-    stage 2.
+    gradient of a stage's input to the previous stage, which receives it with RECV_B. Each action contains the number of
+    the stage that runs it. For example, SEND_F of stage 2 matches RECV_F of stage 3, and SEND_B of stage 3 matches
+    RECV_B of stage 2.
 
-    At a VALIDATE, a rank either learns whether the update of the previous step was kept, or applies that update
-    (`StepFacts.kept` of `megatron.training.step_parts`). A VALIDATE precedes all actions that cannot be repeated. The
-    stage of a VALIDATE is the first stage of its rank.
+    Update of the previous step: at a VALIDATE, a rank either learns whether the optimizer update of the previous step
+    was kept, or applies this update (`StepFacts.kept` of `megatron.training.step_parts`). A VALIDATE precedes all
+    actions that cannot be repeated. The stage number of a VALIDATE is the number of the rank's first stage.
 
-    An FB directly precedes two passes that run in turns: an F, and a B or I of a different micro-batch. While the
-    expert all-to-alls of one pass are in flight, the other pass computes. The stage and micro-batch of an FB are those
-    of the F.
+    Interleaved passes: an FB directly precedes two passes that are interleaved: an F, and a B or I of a different
+    micro-batch. While the expert all-to-alls of one pass are in flight, the other pass computes. An FB has the same
+    stage and micro-batch as its F.
     """
 
     F = "F"
@@ -41,7 +42,7 @@ class Kind(Enum):
 
     __hash__ = (
         object.__hash__
-    )  # Enum members are singletons. The default hash would slow down the construction of schedules.
+    )  # Enum members are singletons. The hash function of Enum would slow down the construction of schedules.
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -50,7 +51,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 
 class Action(NamedTuple):
-    """One action of a pipeline rank. `stage` is the global number of the stage, counted over all ranks."""
+    """One action of a pipeline rank. `stage` is the global stage number, counted over all ranks."""
 
     kind: Kind
     stage: int
@@ -61,14 +62,14 @@ class Action(NamedTuple):
 
 
 Lists = Sequence[Sequence[Action]]
-"""Actions of every pipeline rank, in execution order."""
+"""Actions of every pipeline rank, as one list in execution order per rank."""
 
 
 def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
     """Group a rank's actions into units, which run one after another. A unit is either a single action, or an FB action
-    with the forward and the backward pass that follow it.
+    together with the forward and the backward pass that it interleaves.
 
-    Raises ValueError unless each FB is followed directly by its F and by a B or I of another micro-batch.
+    The function raises ValueError if an FB is not directly followed by its F and by a B or I of another micro-batch.
     """
     following = iter(actions)
     for action in following:
@@ -91,16 +92,16 @@ OTHER_END = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-"""For each kind of send and receive: the kind of the matching action at the other end of the message, and the
-difference between the two stage numbers."""
+"""Dictionary that maps each kind of send or receive to the kind of the matching action at the other end of the message,
+and to the number that must be added to the stage number to get the stage of the matching action."""
 
 
 def counterpart(action: Action) -> Action:
-    """Return the action at the other end of a send or receive."""
+    """Return the receive that matches a send, or the send that matches a receive."""
     kind, distance = OTHER_END[action.kind]
     return Action(kind, action.stage + distance, action.microbatch)
 
 
 def owners_of(lists: Lists) -> dict[int, int]:
-    """Map each stage to the pipeline rank that computes it."""
+    """Return a dictionary that maps each stage to the pipeline rank that computes the stage."""
     return {action.stage: rank for rank, actions in enumerate(lists) for action in actions if action.kind in COMPUTE}

@@ -1,7 +1,7 @@
-"""Executes a pipeline rank's action list on its stages.
+"""Executor that runs the action list of a pipeline rank on the rank's stages.
 
-One executor runs every schedule, on one rank or many, in training and evaluation. The action list (from
-`passes.pipeline_lists`) determines every operation and its order.
+The same executor runs every schedule, with and without pipeline parallelism, in training and in evaluation. The action
+list (from `passes.pipeline_lists`) determines all operations and their order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 Module = TypeVar("Module", bound=Callable[..., Tensor])
-"""Type of the stages. A stage maps (hidden states or None, micro-batch) to hidden states. The last stage returns the
-loss sum instead of hidden states."""
+"""Type of the stages. A stage is called with (hidden states or None, micro-batch) and returns hidden states. The last
+stage returns the loss sum instead."""
 
 Micro = TypeVar("Micro")
 """Type of the micro-batches that the stages accept."""
@@ -41,26 +41,26 @@ class Held:
     """Tensors that a rank stores between actions, because a later action needs them."""
 
     outbox: dict[Action, Tensor] = field(default_factory=dict)
-    """Computed results that have not been sent yet, keyed by send action."""
+    """Outputs and input gradients that have been computed but not sent yet, keyed by send action."""
 
     arriving: dict[Action, Receive] = field(default_factory=dict)
     """Pending receives, keyed by receive action."""
 
     saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
-    """Input and autograd graph of each forward pass whose backward pass has not run yet, keyed by stage and
-    micro-batch."""
+    """Input and autograd graph of each forward pass whose backward pass has not run yet. The keys are (stage,
+    micro-batch)."""
 
     def __bool__(self) -> bool:
         return bool(self.outbox or self.arriving or self.saved)
 
 
 class PipelineExecutor(Generic[Module, Micro]):
-    """Executor that runs the stages of one rank and exchanges their messages with other ranks.
+    """Executor that runs the stages of one rank and exchanges messages with other ranks.
 
-    The output of a stage is kept only until it is sent, because the backward pass needs the autograd node of the output
-    but not its values.
+    The output of a stage is kept only until it has been sent, because the backward pass needs only the autograd node of
+    the output, not its values.
 
-    Extensions may override `handle` in a subclass, to support more kinds of actions or to wrap every action.
+    A subclass may override `handle` to support further kinds of actions or to wrap every action.
     """
 
     def __init__(
@@ -75,14 +75,15 @@ class PipelineExecutor(Generic[Module, Micro]):
         """Create the executor of one rank.
 
         Args:
-            stages: Modules of the stages on this rank, keyed by global stage number. `module(hidden | None, batch)`
-                returns hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the
-                loss sum of the micro-batch, a scalar. The first stage receives None.
+            stages: Modules of the stages on this rank, keyed by global stage number. `module(hidden, batch)` returns
+                hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the scalar
+                loss sum of the micro-batch. The argument `hidden` of the first stage is None.
             layout: Placement of all stages on pipeline ranks.
             p2p: Channel that sends and receives messages.
-            queue: Queue in which linear layers store their weight gradients; required by lists with I and W.
-            casts: Cache of the stages' weights in low precision. Cached weights are kept until the run ends.
-            pair: Object that runs a forward and a backward pass in turns.
+            queue: Queue in which linear layers store their weight-gradient jobs. Lists with I and W actions require a
+                queue.
+            casts: Cache of low-precision copies of the stages' weights. The copies are kept while `run_actions` runs.
+            pair: Object that interleaves a forward and a backward pass.
         """
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
@@ -93,18 +94,18 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.queue = queue
         self.casts, self.pair = casts or WeightCasts(), pair or PassPair()
         self.current: Action | None = None
-        """Action that is running, for hang reports."""
+        """Action that is currently running. Reports about hangs contain this action."""
         self.message_from: int | None = None
-        """Global rank whose message this rank is waiting for."""
+        """Global rank of the sender of the message that this rank is waiting for, or None."""
         self.after: Callable[[Action], None] = _nothing
-        """Hook called after each action, for diagnosis."""
+        """Diagnostic hook that is called after each action."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
-        """Functions that create a context manager for an action. The executor runs each action, including the wait for
-        its message, within the context managers of all these functions."""
+        """Functions that take an action and return a context manager. The executor runs each action, including the wait
+        for its message, within the context managers that all these functions return."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Function that takes "forward" or "backward", and returns a context manager for a training pass of this kind.
-        The context encloses the computation of the pass, but not the wait for messages. If a forward pass and a
-        backward pass are interleaved, both are timed together as one backward pass."""
+        """Function that takes "forward" or "backward", and returns a context manager that times a training pass of this
+        kind. The context encloses the computation of the pass, but not the wait for messages. If a forward pass and a
+        backward pass are interleaved, they are timed together as one backward pass."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -129,17 +130,17 @@ class PipelineExecutor(Generic[Module, Micro]):
     ) -> list[Tensor]:
         """Run one step over `batches`.
 
-        A list without backward passes runs without autograd. If an action raises an exception, the name of the action
-        is added to the exception as a note.
+        If the list contains no backward passes, autograd is disabled. If an action raises an exception, the name of the
+        action is added to the exception as a note.
 
         Args:
             actions: The rank's action list.
             batches: Micro-batches of the step, which must be the same on every pipeline rank.
-            loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
-                loss_scale_seed`, summed over micro-batches.
-            last_forward: In a list without backward passes, `last_forward(module, hidden, batch)` is called instead of
-                the last stage. `run` then returns the results of `last_forward`, which may have any shape, instead of
-                loss sums.
+            loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of the loss
+                sums of all micro-batches, multiplied by `loss_scale_seed`.
+            last_forward: Function that replaces the call of the last stage by `last_forward(module, hidden, batch)`.
+                `run` then returns the results of `last_forward`, which may have any shape, instead of loss sums. It is
+                only supported for lists without backward passes.
 
         Returns:
             The detached loss sum of each micro-batch on the rank of the last stage, and an empty list on all other
@@ -157,7 +158,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.end()
 
     def run_actions(self, actions: Sequence[Action]) -> None:
-        """Run actions one after another. In training, autograd is enabled."""
+        """Run the actions in order. Autograd is enabled in training only."""
         with torch.set_grad_enabled(self.training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)
@@ -165,26 +166,26 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.queue.assert_empty()
 
     def end(self) -> list[Tensor]:
-        """Wait until the last sends have finished, and return the loss sums that `run` returns."""
+        """Wait until all messages have been sent, and return the loss sums, as `run` does."""
         self.p2p.finish()
         assert not self.held, "messages or autograd graphs are left over at the end of the action list"
         return self.losses()
 
     def drop(self) -> None:
-        """Wait until all messages have arrived, and discard all tensors that the executor still holds. Every pipeline
-        rank must post all its sends before it calls this method."""
+        """Wait until all messages have arrived, and discard all tensors that the executor still holds. Each pipeline
+        rank must have posted all its sends before it calls this method."""
         for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
         self.held = Held()
 
     def losses(self) -> list[Tensor]:
-        """Return the loss sums computed so far, in micro-batch order."""
+        """Return the loss sums that have been computed so far, in micro-batch order."""
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
     def results(self) -> list[Tensor]:
-        """Return the losses computed so far, and all tensors in flight between stages: computed but not sent, being
-        sent, or being received."""
+        """Return the loss sums that have been computed so far, and all tensors that are passed between stages: tensors
+        that have not been sent yet, are being sent, or are being received."""
         arriving = (receive.buffer for receive in self.held.arriving.values())
         return [*self._losses.values(), *self.held.outbox.values(), *self.p2p.sending(), *arriving]
 
@@ -203,8 +204,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
-        """Run a unit: either one action, or an FB action and the two passes that follow it and run in turns. If the
-        unit raises an exception, the names of its actions are added to the exception as a note."""
+        """Run a unit, that is, either one action, or an FB action with the two passes that it interleaves. If the unit
+        raises an exception, the names of its actions are added to the exception as a note."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):
@@ -217,7 +218,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.current = None
 
     def run_action(self, action: Action) -> None:
-        """Run one action after waiting for its message."""
+        """Run one action within the context managers of `watchers`."""
         if self.watchers:
             with ExitStack() as stack:
                 for watcher in self.watchers:
@@ -227,16 +228,16 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.handle(action)
 
     def handle(self, action: Action) -> None:
-        """Dispatch an action by its kind."""
+        """Call the method that runs actions of this kind."""
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:
-        """Return the context manager that times a pass. Two interleaved passes are timed together, so this method
-        returns a null context for each of them."""
+        """Return the context manager that times a single pass. Two interleaved passes are timed together, so the method
+        returns a null context while they run."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
-        """Let the executor's `pair` run a forward pass and a backward pass in turns."""
+        """Interleave a forward pass and a backward pass, with the executor's `PassPair`."""
 
         def run(action: Action) -> None:
             with record_function(str(action)):
@@ -272,7 +273,8 @@ class PipelineExecutor(Generic[Module, Micro]):
             forward = partial(self._last_forward, self.stages[stage])
         with self._clock("forward") if self.training else nullcontext():
             output = forward(hidden, self._batches[microbatch])
-        # A first stage whose parameters are all frozen has no backward pass.
+        # If all parameters of the first stage are frozen, its output requires no gradient, and the stage has no
+        # backward pass.
         edge = get_gradient_edge(output) if self.training and output.requires_grad else None
         return output.detach(), edge
 
@@ -289,14 +291,14 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
-        """Run the backward pass, but keep the weight gradients of linear layers in the queue."""
+        """Run the backward pass, but queue the weight-gradient jobs of linear layers instead of running them."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         self.queue.begin((action.stage, action.microbatch))
         self._backward(action)
         self.queue.end()
 
     def _weight_backward(self, action: Action) -> None:
-        """Compute the weight gradients that were queued by the I action of the same stage and micro-batch."""
+        """Run the weight-gradient jobs that the I action of the same stage and micro-batch queued."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
@@ -308,8 +310,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.held.arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
 
     def _take(self, receive: Action) -> Tensor:
-        """Return the message that belongs to a receive action. A message may come from another rank, or from another
-        stage of this rank."""
+        """Return the message of a receive action. The message may come from another rank or from another stage of this
+        rank."""
         if receive in self.held.arriving:
             self.message_from = self.pp.ranks[self._peer(receive)]
             message = self.held.arriving.pop(receive).wait()
@@ -322,7 +324,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.layout.rank_of(counterpart(action).stage)
 
     def _tag(self, send: Action) -> int:
-        """Return the tag of a message. The tag depends only on the action, so the sender and the receiver compute the
-        same tag."""
+        """Return the tag of the message that the action `send` sends. The tag depends only on the send action, so the
+        sender and the receiver compute the same tag."""
         place = send.microbatch * self.layout.num_stages + send.stage
         return 2 * place + (send.kind is Kind.SEND_B)

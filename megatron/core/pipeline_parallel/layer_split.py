@@ -1,6 +1,6 @@
-"""Division of the layers among pipeline stages according to cost.
+"""Division of the layers among the pipeline stages, so that all stages have nearly equal cost.
 
-The code that builds the model, the printed plan and the layout planner all use the functions of this module.
+The same functions are used when the model is built, when the plan of a run is printed, and by the layout planner.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 
 
 def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """Return the contents of every stage, in order of global stage number, for any number of layers and stages. Because
-    the embedding and the head also take time, the first and the last stage may contain fewer layers than other stages.
-    Raises ValueError with the name of the flag if a requested number of layers does not fit.
+    """Return the contents of all stages, in order of global stage number. Any number of layers can be divided among any
+    number of stages. Because the embedding and the head also take time, the first and the last stage may contain fewer
+    layers than other stages. If a flag requests a number of layers that does not fit, the function raises ValueError
+    with the name of the flag.
     """
     layout, split = pipeline_layout(model, parallel), parallel.stage_split
     (first_cost, last_cost), fixed = end_costs(model), None
@@ -53,8 +54,8 @@ def end_costs(config: TransformerConfig) -> tuple[float, float]:
 
 
 def multi_token_cost(config: TransformerConfig) -> float:
-    """Return the FLOPs of multi-token prediction as a multiple of the mean FLOPs of a layer. At each prediction depth,
-    the model computes a projection, one layer of the same kind as its last layer, and the head."""
+    """Return the FLOPs of multi-token prediction as a multiple of the mean FLOPs of a layer. For each prediction depth,
+    the model computes a projection, one transformer layer of the same kind as the last layer, and the head."""
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
         return 0.0
@@ -67,8 +68,8 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 @lru_cache(maxsize=64)
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
-    """Return the FLOPs of each layer as a multiple of the mean FLOPs of a layer, for models whose layers have one
-    sublayer each. If every layer has two sublayers, all layers have equal cost."""
+    """Return the FLOPs of each layer as a multiple of the mean FLOPs of a layer. If `config.pattern` is None, every
+    layer has two sublayers, and the function returns 1 for all layers."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
     if not layers or config.pattern is None:
         return (1.0,) * config.num_layers
@@ -79,15 +80,16 @@ def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def _layer_costs(config: TransformerConfig) -> float:
-    """Return the number of multiplications per token, summed over all layers. Return 0 if there are no layers."""
+    """Return the number of scalar multiplications per token, summed over all layers. Return 0 if there are no
+    layers."""
     matrices = sum(_matrices(layer_tensors(config, number).trained, config) for number in range(config.num_layers))
     attention = sum(_attention_cost(config, number) for number in range(config.num_layers))
     return matrices + attention if matrices else 0.0
 
 
 def _attention_cost(config: TransformerConfig, number: int) -> float:
-    """Return the number of multiplications per token in the attention scores and the weighted sum of values of a layer,
-    averaged over the tokens of a sequence."""
+    """Return the number of scalar multiplications per token that a layer's attention scores and the weighted sum of its
+    values take, averaged over the tokens of a sequence."""
     if not config.layer(number).attends:
         return 0.0
     own = config.of_layer(number)
@@ -95,8 +97,8 @@ def _attention_cost(config: TransformerConfig, number: int) -> float:
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
-    """Return the number of matrix elements by which each token is multiplied. Only the experts that a token selects are
-    counted."""
+    """Return the number of elements of the matrices by which each token is multiplied. Only the experts that a token
+    selects are counted."""
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:

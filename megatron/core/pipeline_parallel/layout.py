@@ -1,6 +1,7 @@
 """Assignment of layers to stages and of stages to ranks. This module does not import torch.
 
-A *stage* is a stage of the whole pipeline. The *chunks* of a rank are its local stages, in stage order.
+A *stage* has a number that is counted over the whole pipeline. The *chunks* of a rank are the stages that the rank
+holds, numbered from 0 in ascending order of their stage numbers.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from itertools import accumulate, pairwise, starmap
 
 @dataclass(frozen=True)
 class Stage:
-    """Contents of one pipeline stage: global layer numbers, the embedding (first stage), and the final norm, head and
-    multi-token prediction modules (last stage)."""
+    """Contents of one pipeline stage: the global numbers of its layers, whether it contains the embedding (`first`),
+    and whether it contains the final norm, the head and the multi-token prediction modules (`last`)."""
 
     layers: Sequence[int]
     first: bool = True
     last: bool = True
     tied_stages: tuple[int, ...] = ()
-    """Stages on different ranks that each hold a copy of the embedding."""
+    """Numbers of the stages on different ranks that each hold a copy of the embedding."""
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Placement of stages on ranks.
+    """Placement of the pipeline stages on ranks.
 
-    Each rank holds `chunks` stages. Stages are placed round-robin (stage = chunk * pp + rank) or, with `v_shaped`, in a
-    V, so that rank 0 holds the first and the last stage.
+    Each rank holds `chunks` stages. By default, stages are placed round-robin: stage = chunk * pp + rank. If `v_shaped`
+    is True, the rank order is reversed in every second chunk. With two chunks, the stages then form a V, and rank 0
+    holds the first and the last stage.
     """
 
     pp: int = 1
@@ -48,16 +50,16 @@ class PipelineLayout:
         return self.pp - 1 - place if self.v_shaped and chunk % 2 else place
 
     def chunk_of(self, stage: int) -> int:
-        """Return the chunk number of a stage on its rank."""
+        """Return the number of the chunk that a stage forms on its rank."""
         return stage // self.pp
 
     def stage_of(self, rank: int, chunk: int = 0) -> int:
-        """Return the stage number of chunk `chunk` on `rank`."""
+        """Return the number of the stage that is chunk `chunk` of `rank`."""
         place = self.pp - 1 - rank if self.v_shaped and chunk % 2 else rank
         return chunk * self.pp + place
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages of a rank in ascending order."""
+        """Return the numbers of the stages that a rank holds, in ascending order."""
         return [self.stage_of(rank, chunk) for chunk in range(self.chunks)]
 
 
@@ -70,20 +72,21 @@ def split_layers(
     fixed: Mapping[int, int] | None = None,
     rank_of: Callable[[int], int] | None = None,
 ) -> list[range]:
-    """Split layers into contiguous stages whose costs are as even as whole layers allow. A stage may have no layers.
+    """Split the layers into consecutive stages of nearly equal cost. A stage may have no layers.
 
     Args:
         num_layers: Number of layers to split.
         num_stages: Number of stages.
-        first_cost: Cost of the embedding, as a multiple of the cost of a layer. Because of the embedding, the first
-            stage gets fewer layers.
-        last_cost: Cost of the head, as a multiple of the cost of a layer. Because of the head, the last stage gets
-            fewer layers.
-        fixed: Number of layers of individual stages, keyed by stage. The remaining layers are divided among the other
-            stages.
-        rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. If several
-            stages have the smallest load, an extra layer goes to the stage whose rank has the smallest load. If several
-            of these ranks have the same load, the layer goes to a stage in the middle.
+        first_cost: Cost of the embedding, as a multiple of the cost of a layer. The first stage gets fewer layers to
+            compensate for this cost.
+        last_cost: Cost of the head, as a multiple of the cost of a layer. The last stage gets fewer layers to
+            compensate for this cost.
+        fixed: Dictionary that prescribes the number of layers for individual stages, keyed by stage number. The
+            remaining layers are divided among the other stages.
+        rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. The layers are
+            assigned one at a time to the stage with the smallest load. If several stages have the same load, the stage
+            whose rank has the smallest load is chosen. If the loads of their ranks are also equal, a stage in the
+            middle is chosen.
 
     Returns:
         The layers of each stage.
@@ -99,8 +102,8 @@ def split_layers(
         rank_loads[rank_of(stage)] += load
     free = [stage for stage in range(num_stages) if stage not in fixed]
     for _ in range(num_layers - sum(fixed.values())):
-        # Choose the least loaded rank. On a tie, prefer a stage in the middle, then a late stage, which holds fewer
-        # activations.
+        # Choose the least loaded stage, and among equal stages the one on the least loaded rank. If there is still a
+        # tie, prefer a stage in the middle, and then a late stage, which holds fewer activations.
         cheapest = min(free, key=lambda stage: (loads[stage], rank_loads[rank_of(stage)], stage in ends, -stage))
         counts[cheapest] += 1
         loads[cheapest] += 1

@@ -1,4 +1,4 @@
-"""Functions that add communication to lists of compute actions, and that validate the resulting lists."""
+"""Functions that add sends and receives to lists of compute actions, and that validate the resulting lists."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from megatron.core.pipeline_parallel.walk import Walk
 
 
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
-    """Add SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. Stages on the same rank need no messages.
+    """Add the actions SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. No messages are needed between
+    stages on the same rank.
 
     The function visits the actions of all ranks in the order in which they would start. Each send is appended to the
     sender's list, directly after the action that computes the message. At the same time, the matching receive is
-    appended to the list of the receiver. The receiver therefore posts the receive while the message is still being
-    computed, and continues with its next actions.
+    appended to the receiver's list. The receiver therefore posts the receive while the sender still computes the
+    message, and then continues with its next actions.
 
-    The resulting lists cannot deadlock, even if each send blocks until its receive is reached, and each receive until
-    its send is reached. To prevent deadlocks, all lists follow one global order of actions. In the global order, every
-    send directly precedes its receive and follows all its dependencies. At least one action can always run: all actions
-    on which the first unfinished action of the global order depends have finished. Two passes that run in turns are
-    adjacent in the global order, and the messages of both passes follow them.
+    The resulting lists cannot deadlock, even if each send blocks until the receiver reaches the matching receive, and
+    vice versa. The reason is that all lists follow one global order of actions, in which every action follows the
+    actions that it depends on, and every send directly precedes its receive. Therefore the first unfinished action of
+    the global order can always run. Two interleaved passes are adjacent in the global order, and the messages of both
+    passes follow them.
 
-    If `validates` is True, a VALIDATE is inserted into every list, that is, an action at which a rank learns whether
-    the update of the previous step was kept (see `Kind`). The VALIDATE takes the position of the first backward pass in
-    the global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists
-    at the VALIDATE. A VALIDATE waits until all ranks have finished the previous step. Waiting at a VALIDATE cannot
-    deadlock, because the previous step needs no further actions of the waiting rank.
+    If `validates` is True, a VALIDATE is inserted into every list, directly before the first backward pass in the
+    global order. At a VALIDATE, a rank learns whether the update of the previous step was kept (see `Kind`). No message
+    is sent before a VALIDATE and received after it, so all ranks can restart their lists at the VALIDATE. A VALIDATE
+    waits until all ranks have finished the previous step. This wait cannot cause a deadlock, because the waiting rank
+    has already run all its actions of the previous step.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -65,11 +66,11 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
 
 Unit = tuple[Action, ...]
-"""Unit of actions: a single action, or an FB action and the two passes that follow it and run in turns."""
+"""Unit of actions, that is, either a single action, or an FB action with the two passes that it interleaves."""
 
 
 def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
-    """Return (rank, unit) for every unit of all lists, sorted by start time."""
+    """Return a pair (rank, unit) for every unit of all lists, sorted by start time."""
     run = Walk(lists)
     run.run()
     found = []
@@ -80,12 +81,11 @@ def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
 
 
 def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
-    """Return a key that sorts (start, rank, unit) by start time.
+    """Return the sort key of an entry (start, rank, unit), which sorts entries by start time.
 
-    Among units that start at the same time, forward passes come first, in ascending order of stages, followed by
-    backward passes in descending order. Suppose that two units start at the same time, and that the rank of the second
-    unit then needs the message of the first unit. If the first unit is visited first, the receive of the message is
-    posted before the unit that needs it.
+    Among units that start at the same time, forward passes come first, in ascending order of stages. Backward passes
+    follow, in descending order of stages. In this order, the sender of a message is visited before its receiver, so the
+    receive is posted before a unit of the receiver that starts at the same time.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]
@@ -93,7 +93,8 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
 
 
 def _message_of(action: Action) -> Action | None:
-    """Return the send action that must follow a compute action, or None if its result is not sent."""
+    """Return the send action that must follow a compute action, or None if the result of the compute action is not
+    sent."""
     kind, stage, microbatch = action
     if kind is Kind.F:
         return Action(Kind.SEND_F, stage, microbatch)
@@ -101,10 +102,11 @@ def _message_of(action: Action) -> Action | None:
 
 
 def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *, forward_only: bool = False) -> None:
-    """Raise ValueError unless the lists form a complete step.
+    """Raise ValueError if the lists do not form a complete step.
 
-    For each micro-batch, the list of the stage's rank must contain one F, and either one B, or one I and one W. It must
-    be possible to run the lists in this order without a deadlock. Each message needs both a send and a receive.
+    For each stage and micro-batch, the list of the stage's rank must contain one F, and either one B, or one I and one
+    W. Every send must have a matching receive, and every receive a matching send. It must be possible to run all lists
+    in their order without a deadlock.
     """
     if len(lists) != layout.pp:
         raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")
@@ -124,8 +126,8 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
-    """Raise ValueError unless every stage runs all passes of each micro-batch. The passes are F and B, or F, I and W;
-    without backward passes, only F."""
+    """Raise ValueError if a stage does not run all passes of a micro-batch. The passes are either F and B, or F, I and
+    W. If `forward_only` is True, the only pass is F."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}
     halves = {Kind.F, Kind.I, Kind.W}
@@ -155,18 +157,19 @@ def pipeline_lists(
     in_turns: bool = False,
     validates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the validated lists of a schedule, including communication: `pipeline_lists(...)[rank]`.
+    """Return the validated action lists of a schedule, including sends and receives. `pipeline_lists(...)[rank]` is the
+    list of a pipeline rank.
 
     Args:
         schedule: Registered name of the schedule.
         p: Number of pipeline ranks.
         m: Number of micro-batches.
-        v: Stages per rank; None uses the schedule's default.
-        evaluate: Whether to return lists that contain only forward passes, for the schedule's layout.
-        group: Micro-batches per group; None uses the schedule's default.
-        in_turns: Whether forward and backward passes run in turns.
-        validates: Whether to add to every list a VALIDATE, at which a rank learns whether the update of the previous
-            step was kept (see `Kind`).
+        v: Number of stages per rank. None means the schedule's default.
+        evaluate: Whether to return lists that contain only forward passes. The stages are placed as in training.
+        group: Number of micro-batches per group. None means the schedule's default.
+        in_turns: Whether forward and backward passes are interleaved.
+        validates: Whether to add a VALIDATE to every list. At a VALIDATE, a rank learns whether the update of the
+            previous step was kept (see `Kind`).
 
     Raises:
         ValueError: The schedule does not support `v`.
@@ -177,7 +180,7 @@ def pipeline_lists(
         compute = forward_only(layout, m) if evaluate else whole()
         validate_schedule(compute, layout, m, forward_only=evaluate)
     except Exception as error:
-        # A user error that names a flag, for example if the schedule does not support v or group.
+        # The message already names a flag, for example because the schedule does not support v or group.
         if str(error).startswith("--"):
             raise
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,8 @@
 """Pipeline schedules as pure functions of integers, and their registry. This module does not import torch.
 
-Each function returns the compute actions of every pipeline rank in execution order; `passes` adds sends and receives. p
-is the number of pipeline ranks, m the number of micro-batches, and v the number of stages per rank. To add a schedule:
+A schedule is a function that returns the compute actions of every pipeline rank, in execution order. The module
+`passes` adds sends and receives. p is the number of pipeline ranks, m is the number of micro-batches, and v is the
+number of stages per rank. To add a schedule:
 
     @PIPELINE_SCHEDULES.register("my_schedule")
     def my_schedule(p: int, m: int) -> Schedule: ...
@@ -26,30 +27,29 @@ class PipelineSchedule(Protocol):
     """Interface of pipeline schedules with a fixed number of stages per rank."""
 
     def __call__(self, p: int, m: int) -> Schedule:
-        """Return the actions of each of p pipeline ranks on m micro-batches, in order."""
+        """Return the compute actions of each of p pipeline ranks for m micro-batches, in execution order."""
 
 
 class ChunkedSchedule(Protocol):
     """Interface of pipeline schedules with v stages per rank."""
 
     def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
-        """Return the actions of each pipeline rank. `group` is the number of micro-batches per group; None means the
-        default."""
+        """Return the compute actions of each pipeline rank. `group` is the number of micro-batches per group, or None
+        for the default."""
 
 
 class EndlessSchedule(Protocol):
-    """Interface of schedules in which a step already starts passes of the next step. A call returns the action lists of
-    one step."""
+    """Interface of schedules in which a step already starts passes of the next step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
-        """Return the action lists, including communication. `before` and `after` are the numbers of micro-batches of
-        the previous and the next step; 0 if there is no such step."""
+        """Return the action lists of one step, including sends and receives. `before` and `after` are the numbers of
+        micro-batches in the previous and in the next step. If there is no previous or next step, the number is 0."""
 
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """Properties of a pipeline schedule. The default values suit a schedule that a user registers without further
-    arguments."""
+    """Properties of a pipeline schedule, which are the keyword arguments of its registration. All properties have
+    default values."""
 
     chunks: int = 1
     """Default number of stages per rank."""
@@ -68,12 +68,12 @@ class ScheduleFacts:
     """True if the schedule uses separate I (input gradient) and W (weight gradient) actions instead of B."""
 
     always_legal: bool = False
-    """True if the schedule supports every number of ranks and micro-batches. Validation then does not need to build its
-    lists."""
+    """True if the schedule supports every number of ranks and micro-batches. Validation of the flags then need not
+    build the action lists."""
 
     in_turns: ChunkedSchedule | None = None
-    """Variant of the schedule in which a forward and a backward pass may run in turns. In the lists of this variant, an
-    FB precedes each F and B (or I) that run in turns. `in_turns` is None if the schedule has no such variant."""
+    """Variant of the schedule in which forward and backward passes are interleaved. In its lists, an FB precedes each
+    interleaved pair of an F and a B or I. `in_turns` is None if the schedule has no such variant."""
 
     of_step: EndlessSchedule | None = None
     """Function that returns the action lists of one step, for schedules in which a step already starts passes of the
@@ -83,8 +83,8 @@ class ScheduleFacts:
     """Extension options that this schedule adds to `config.options` of every run that uses it."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates runs with this schedule. `rules` takes a `RunConfig` and the world size, and returns a
-    `Problem` for each violated rule."""
+    """Function that checks whether a run may use this schedule. It takes a `RunConfig` and the world size, and returns
+    a `Problem` for each violated rule."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (
@@ -102,7 +102,7 @@ class ScheduleFacts:
 
 
 PIPELINE_SCHEDULES = Registry("--pipeline-schedule", ScheduleFacts, protocol=PipelineSchedule)
-"""Registered schedules by name."""
+"""Registered pipeline schedules, keyed by name."""
 
 
 def F(stage: int, microbatch: int) -> Action:
@@ -114,14 +114,15 @@ def B(stage: int, microbatch: int) -> Action:
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """GPipe (arXiv:1811.06965): all forward passes, then all backward passes. Each rank holds the activations of m
-    micro-batches."""
+    """GPipe (arXiv:1811.06965). Each rank runs all forward passes, followed by all backward passes, and holds the
+    activations of m micro-batches."""
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
 
 
 def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """1F1B (arXiv:2006.09503, flushed): rank r never holds activations of more than p - r micro-batches. `in_turns`
-    requires p = 1. With `in_turns`, each forward pass runs in turns with the backward pass of the previous micro-batch.
+    """1F1B with a flush at the end of each step (arXiv:2006.09503). Rank r holds the activations of at most p - r
+    micro-batches. If `in_turns` is True, p must be 1, and each forward pass is interleaved with the backward pass of
+    the previous micro-batch.
     """
     assert p == 1 or not in_turns, (
         "1F1B supports in_turns only for p = 1: otherwise, the two passes of a pair depend on each other"
@@ -135,21 +136,22 @@ def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: bool = False) -> Schedule:
-    """Interleaved 1F1B (arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
+    """Interleaved 1F1B (arXiv:2104.04473, section 2.2). With v stages per rank, the pipeline bubble is v times shorter.
 
-    Micro-batches pass through a rank's stages in groups of about p (`groups_of`), so any m is legal. Groups smaller
-    than p would leave bubbles within a group. For m from p to 2p - 1, there is only one group, and a rank holds the
-    activations of all m micro-batches.
+    A rank processes the micro-batches in groups of about p (`groups_of`): it runs one stage for all micro-batches of
+    the group, and then the next stage. The number of micro-batches m may be any number. In groups of fewer than p
+    micro-batches, ranks would be idle. If m is less than 2p, there is only one group, and a rank holds the activations
+    of all m micro-batches.
 
-    With `in_turns`, the forward and backward passes of the steady state run in turns. If `in_turns` is True, each rank
+    If `in_turns` is True, the forward and backward passes of the steady state are interleaved. In this case, each rank
     starts with one additional forward pass, so that the two passes of a pair do not depend on each other.
 
     Args:
         p: Number of pipeline ranks.
         m: Number of micro-batches.
-        v: Stages per rank.
-        group: Micro-batches per group. Larger groups leave more time for each message, but increase the number of
-            activations on a rank.
+        v: Number of stages per rank.
+        group: Number of micro-batches per group. Larger groups leave more time for each message, but increase the
+            number of activations on a rank.
         in_turns: Whether to insert an FB before each pair of passes.
     """
     if v == 1:
@@ -167,8 +169,7 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
 
 
 def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
-    """Wrap a schedule for one stage per rank as a `ChunkedSchedule`. The wrapper ignores the arguments `v` and
-    `group`."""
+    """Convert a schedule for one stage per rank to a `ChunkedSchedule`, which ignores the arguments `v` and `group`."""
     return lambda p, m, v, group: schedule(p, m)
 
 
@@ -188,8 +189,8 @@ PIPELINE_SCHEDULES.register(
 
 
 def forward_only(layout: PipelineLayout, m: int) -> Schedule:
-    """Return lists of forward passes only, for evaluation. If a rank has several stages, the micro-batches run in
-    groups of about p (`groups_of`)."""
+    """Return lists that contain only forward passes, for evaluation. If a rank has several stages, it processes the
+    micro-batches in groups of about p (`groups_of`)."""
     return [
         [F(stage, i) for group in groups_of(m, layout.pp) for stage in layout.stages_of(rank) for i in group]
         for rank in range(layout.pp)
@@ -202,7 +203,8 @@ def alternate(
     """Return a list that starts with `ahead` forward passes, continues with forward-backward pairs, and ends with the
     remaining backward passes.
 
-    If `in_turns` is True, an FB before each forward-backward pair marks that the two passes of the pair run in turns.
+    If `in_turns` is True, an FB precedes each forward-backward pair, so that the two passes of the pair are
+    interleaved.
     """
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
@@ -215,10 +217,11 @@ def alternate(
 
 
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
-    """Divide m micro-batches into groups of `group`, by default p.
+    """Divide m micro-batches into groups of `group` micro-batches. The default group size is p.
 
-    If m is not a multiple of the group size, a remainder of at least p micro-batches forms its own group. If fewer than
-    p micro-batches remain, they are distributed evenly over the other groups. Larger groups precede smaller groups.
+    If m is not a multiple of the group size, the remaining micro-batches form their own group if there are at least p
+    of them. Otherwise, the remaining micro-batches are distributed evenly over the other groups, and larger groups
+    precede smaller groups.
     """
     group = group or p
     if m > group and m % group >= p:
@@ -233,7 +236,7 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
     """Return the placement of a schedule's stages on ranks. If `v` is None, each rank has the schedule's default number
     of stages.
 
-    Raises ValueError if the schedule is unknown or does not support v.
+    The function raises ValueError if the schedule is unknown or does not support v.
     """
     named = PIPELINE_SCHEDULES.facts(schedule)
     v = named.chunks if v is None else v
@@ -247,15 +250,15 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether a schedule splits each backward pass (B) into I and W. Schedules with I and W require a
+    """Return whether a schedule splits each backward pass (B) into I and W actions. These actions require a
     `WeightGradQueue`."""
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 
 def runs_in_turns(schedule: str, p: int, v: int) -> bool:
-    """Return whether a schedule with v stages on each of p ranks can run a forward and a backward pass in turns.
+    """Return whether a schedule with v stages on each of p ranks can interleave a forward and a backward pass.
 
-    Two passes can run in turns only if neither pass depends on the other, either directly or through other ranks.
+    Two passes can be interleaved only if neither pass depends on the other, either directly or through other ranks.
     """
     facts = PIPELINE_SCHEDULES.facts(schedule)
     return facts.in_turns is not None and (p == 1 or v > 1 or facts.splits_backward)
@@ -266,8 +269,8 @@ def build_schedule(
 ) -> Schedule:
     """Return the compute actions of a registered schedule.
 
-    Schedules that do not group micro-batches ignore `group`. Raises ValueError if the schedule is unknown or does not
-    support `v`.
+    Schedules that do not group micro-batches ignore `group`. The function raises ValueError if the schedule is unknown
+    or does not support `v`.
     """
     v = layout_of(schedule, p, v).chunks
     facts = PIPELINE_SCHEDULES.facts(schedule)

@@ -1,7 +1,8 @@
-"""Parameters of a model and of its pipeline stages, read from modules built on the meta device.
+"""Metadata of the parameters of a model and its pipeline stages. The metadata is read from modules that are built on
+the meta device.
 
-Memory plans, checkpoints and format conversions read parameter metadata from this module. The constructor of an
-extension's layer determines its parameters, so no separate list of parameters is needed.
+Memory planning, checkpoints and checkpoint conversion use this module. The parameters of a layer are determined by its
+constructor, so an extension that adds a layer need not declare them anywhere else.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from megatron.core.torch_private import no_function_modes
 
 
 class Tensors(NamedTuple):
-    """Metadata of the tensors of one part of the model."""
+    """Metadata of the tensors of one part of the model, such as a layer."""
 
     trained: tuple[ParamMeta, ...]
 
     states: tuple[tuple[ParamMeta, str], ...]
-    """Untrained tensors that checkpoints contain, such as expert biases, each with the name of its dtype."""
+    """Metadata of the tensors that are saved in checkpoints but not trained, such as expert biases. Each entry also
+    contains the name of the tensor's dtype."""
 
 
 def stage_metas(
@@ -37,12 +39,12 @@ def stage_metas(
     sequence_parallel: bool = False,
     tied_stages: tuple[int, ...] = (),
 ) -> list[ParamMeta]:
-    """Return the trained parameters of a stage in `GPTModel` order. By default, the stage contains the whole model.
-    `config` must contain the vocabulary size.
+    """Return the metadata of a stage's trained parameters, in the order of `GPTModel.parameters()`. `config` must
+    contain the vocabulary size.
 
     Args:
         config: The model.
-        stage: Stage; None means the whole model.
+        stage: Stage of the model. None means the whole model.
         sequence_parallel: Whether sequence parallelism is used.
         tied_stages: Stages on different ranks that each hold a copy of the embedding.
     """
@@ -54,8 +56,8 @@ def stage_metas(
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """Return metadata and dtype name of all untrained tensors of the model that checkpoints contain, such as expert
-    biases."""
+    """Return the metadata and the dtype name of each tensor of the model that is saved in checkpoints but not trained,
+    such as expert biases."""
     stage = whole_model(config)
     found = list(_begin(config, stage, False, ()).states)
     for number in stage.layers:
@@ -64,7 +66,7 @@ def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
 
 
 def layer_tensors(config: TransformerConfig, number: int, sequence_parallel: bool = False) -> Tensors:
-    """Return the tensors of layer `number`."""
+    """Return the metadata of the tensors of layer `number`."""
     return _layers(config, sequence_parallel)[number]
 
 
@@ -75,8 +77,7 @@ def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors
 
 @lru_cache(maxsize=2)
 def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
-    """Build all layers of the model on the meta device, and return them. Callers must not modify the layers, because
-    they are cached.
+    """Return all layers of the model, built on the meta device. The layers are cached, so callers must not modify them.
 
     Building a single model with all layers is faster than building a model for each layer.
     """
@@ -86,7 +87,7 @@ def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[to
 
 @lru_cache(maxsize=256)
 def multi_token_tensors(config: TransformerConfig) -> tuple[Tensors, ...]:
-    """Return the tensors of each multi-token prediction module, in order of depth."""
+    """Return the metadata of the tensors of each multi-token prediction module, in order of depth."""
     mtp = _built(config, Stage((), first=False, last=True), False, ()).mtp
     return () if mtp is None else tuple(_tensors(layer) for layer in mtp.layers)
 
@@ -103,7 +104,7 @@ def _end(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_
 def _ends(
     config: TransformerConfig, first: bool, last: bool, sequence_parallel: bool, tied_stages: tuple[int, ...]
 ) -> tuple[Tensors, Tensors]:
-    """Return the tensors of a stage that precede the layers, and the tensors that follow the layers."""
+    """Return the metadata of the stage's tensors that precede the layers, and of the tensors that follow the layers."""
     model = _built(config, Stage((), first=first, last=last), sequence_parallel, tied_stages)
     begin = Tensors((), ()) if model.embedding is None else _tensors(model.embedding)
     every = _tensors(model)
@@ -111,8 +112,8 @@ def _ends(
 
 
 def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> GPTModel:
-    """Build a stage on the meta device. Callers cache the result, so it must not depend on torch function modes that
-    are active in the caller."""
+    """Build a stage on the meta device. The callers cache the result, so the stage is built without the torch function
+    modes that are currently active."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
     with no_function_modes(), torch.device("meta"):
         return GPTModel(
@@ -137,18 +138,18 @@ def _tensors(module: torch.nn.Module) -> Tensors:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of parameters of each component of the model. A tied embedding counts once."""
+    """Number of parameters of each component of the model. A tied embedding is counted once."""
 
     embedding: int = 0
     attention: int = 0
     mlp: int = 0
-    """Parameters of dense and shared-expert MLPs."""
+    """Number of parameters of dense MLPs and shared experts."""
     router: int = 0
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Number of all remaining parameters: the projections of multi-token prediction, and parameters of extensions whose
-    names belong to no other component."""
+    """Number of all remaining parameters. These are the projections of multi-token prediction, and parameters of
+    extensions whose names match no other component."""
     output_layer: int = 0
 
     @property
@@ -166,8 +167,8 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Return the number of active parameters, that is, of parameters used for each token. Only the experts that a token
-    selects are counted."""
+    """Return the number of active parameters, that is, the parameters that are used for each token. Only the experts
+    that a token selects are counted."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

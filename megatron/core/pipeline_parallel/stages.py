@@ -1,6 +1,7 @@
-"""The pipeline stages of a configuration and their placement on ranks. This module does not import torch.
+"""Number of pipeline stages and their placement on ranks, as a function of the configuration. This module does not
+import torch.
 
-`layer_split` determines which layers each stage holds.
+The module `layer_split` determines which layers each stage holds.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ def whole_model(config: TransformerConfig) -> Stage:
 
 
 def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:
-    """Return the placement of stages on ranks.
+    """Return the placement of the pipeline stages on ranks.
 
-    Raises ValueError if the schedule does not support the requested number of stages per rank, or if stages that are
-    set by hand do not fit the model.
+    The function raises ValueError if the schedule does not support the requested number of stages per rank, or if
+    manually specified stages do not fit the model.
     """
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     split = parallel.stage_split
@@ -33,9 +34,9 @@ def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
-    """Return the stages that each hold a copy of the embedding, if the embedding is tied or used for multi-token
-    prediction. If the first and the last stage are on different ranks, each of them holds a copy. If one rank holds
-    both the first and the last stage, the two stages share one copy, and the result is empty.
+    """Return the numbers of the stages that each hold a copy of the embedding. There are copies only if the embedding
+    is tied or used for multi-token prediction, and if the first and the last stage are on different ranks. In this
+    case, each of these two stages holds a copy. Otherwise, the result is empty.
     """
     ends = (0, layout.num_stages - 1)
     both = model.tied_embeddings or model.mtp_depths > 0
@@ -43,9 +44,10 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 
 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Return whether the embedding is tied and two ranks each hold a copy of it.
+    """Return whether the first and the last stage, on different ranks, each hold a copy of the embedding (see
+    `tied_stages`).
 
-    Returns False if the layout is invalid, because other validation rules report invalid layouts.
+    The result is False for an invalid layout, because other validation rules report invalid layouts.
     """
     try:
         return bool(tied_stages(model, pipeline_layout(model, parallel)))

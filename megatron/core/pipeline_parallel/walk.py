@@ -1,4 +1,4 @@
-"""Simulation of action lists. The simulation determines the order in which actions start, and detects deadlocks."""
+"""Simulation of action lists, which computes the start time of each action and detects deadlocks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. If two passes run in turns, their whole time is counted at the FB action that
-precedes them."""
+"""Kinds of actions that take time. The time of two interleaved passes is attributed to the FB action that precedes
+them."""
 
 
 class Timed(NamedTuple):
@@ -31,11 +31,10 @@ class Timed(NamedTuple):
 
 
 class DeadlockError(ValueError):
-    """Raised if lists deadlock.
+    """Raised if action lists deadlock.
 
-    `cycle` lists the ranks that wait for each other. An entry of `cycle` contains a rank, the next action of the rank,
-    and the action for which the rank waits. `cycle` is empty if the lists are blocked by a missing action, that is, an
-    action that no list contains.
+    `cycle` lists the ranks that wait for each other. Each entry is a tuple of a rank, the next action of the rank, and
+    the action for which the rank waits. `cycle` is empty if a rank waits for an action that no list contains.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
@@ -44,8 +43,8 @@ class DeadlockError(ValueError):
 
 
 def _ranks_of(lists: Lists) -> dict[Action, int]:
-    """Return a dictionary that maps each action to the rank that runs it. Raises ValueError if an action is listed
-    twice."""
+    """Return a dictionary that maps each action to the rank that runs the action. The function raises ValueError if an
+    action is listed twice."""
     where: dict[Action, int] = {}
     for rank, actions in enumerate(lists):
         for action in actions:
@@ -56,16 +55,16 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 
 
 class Walk:
-    """Simulation of action lists, which may or may not contain communication. The simulation records the position of
-    each rank and the end time of each action.
+    """Simulation of action lists, with or without sends and receives. It records the start and end time of each action.
 
     An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
-    messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
+    messages take no time, and a whole backward pass takes twice as long as a forward pass. Subclasses may override
+    these durations.
 
-    If the lists contain no communication, the simulation assumes that a message arrives as soon as it is computed. If
-    the lists contain communication, a receive action does not wait for its message; the compute action that uses the
-    message does. With `rendezvous`, sends and receives block until the other end is reached, which is the worst case
-    for deadlocks.
+    In lists without sends and receives, a message arrives as soon as it has been computed, plus the time of `lag`. In
+    lists with sends and receives, a receive action does not wait for its message, but the compute action that uses the
+    message waits for it. If `rendezvous` is True, a send blocks until the other rank reaches the matching receive, and
+    vice versa. This is the worst case for deadlocks.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:
@@ -75,7 +74,7 @@ class Walk:
         self.messages = any(action.kind in SENDS for action in self.where)
         self.done: dict[Action, float] = {}
         self.timeline: list[list[Timed]] = [[] for _ in lists]
-        """Actions of each rank with their start and end times, in order."""
+        """Actions of each rank in execution order, with their start and end times."""
         self.free = [0.0] * len(lists)
         self.waiting: dict[Action, list[int]] = defaultdict(list)
         self.pairs = {unit[0]: unit[1:] for actions in lists for unit in units(actions) if len(unit) > 1}
@@ -83,13 +82,14 @@ class Walk:
         self.verdicts: dict[int, list[tuple[Action, float]]] = {}
 
     def run(self) -> None:
-        """Run the lists. Raises DeadlockError with the cycle if the lists cannot finish."""
+        """Simulate the lists. If the lists cannot finish, the method raises DeadlockError."""
         ready = list(range(len(self.lists)))
         while ready:
             rank = ready.pop()
             while (action := self.head(rank)) is not None:
                 if action.kind not in TIMED and action not in self.done:
-                    # The rank has reached its end of the message, so the other end may continue.
+                    # The rank has reached this send or receive, so the rank at the other end of the message may
+                    # continue.
                     self.done[action] = self.free[rank]
                     ready += self.waiting.pop(action, [])
                 needs = self.needs(action, rank)
@@ -105,19 +105,19 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action. If two passes run in turns, their whole time is the duration of the FB that
-        precedes them, and the simulation counts no time for the two passes."""
+        """Return the duration of an action. The time of two interleaved passes is the duration of the FB that precedes
+        them, and the duration of each of the two passes is 0."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))
 
     def time_of(self, actions: Sequence[Action]) -> float:
-        """Return the time of one action, or of two actions that run in turns."""
+        """Return the time of a single action, or of two interleaved actions."""
         return sum(2.0 if action.kind is Kind.B else 1.0 for action in actions)
 
     def lag(self, stage: int | None) -> float:
-        """Return the time that a message from stage `stage` to the next stage takes. If `stage` is None, return the
-        time until a rank learns whether the previous step was valid."""
+        """Return the time that a message between stage `stage` and the next stage takes. If `stage` is None, return the
+        time from the end of a step until a rank learns whether the update of the step was kept."""
         return 0.0
 
     def head(self, rank: int) -> Action | None:
@@ -125,8 +125,8 @@ class Walk:
         return self.lists[rank][position] if position < len(self.lists[rank]) else None
 
     def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return the actions that must end before `action` starts, each with the minimum time from its end to the start
-        of `action`."""
+        """Return pairs of an action that must end before `action` starts, and the minimum time between its end and the
+        start of `action`."""
         kind, stage, microbatch = action
         if kind is Kind.FB:
             return [need for part in self.pairs[action] for need in self.needs(part, rank)]
@@ -144,17 +144,17 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """Return the actions that must end before a VALIDATE (see `Kind`) of this micro-batch, that is, the last action
-        of each rank in the previous step. Micro-batches are numbered across steps, so those of the previous step have
-        smaller numbers."""
+        """Return the actions that must end before the VALIDATE (see `Kind`) of micro-batch `microbatch`, each with the
+        minimum time in between. They are the last action of each rank in the previous step. Micro-batches are numbered
+        across steps, so the micro-batches of the previous step have smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]
         return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return the actions that must end before the message of `receive` arrives, each with the minimum time from its
-        end to the arrival."""
+        """Return pairs of an action that must end before the message of `receive` arrives, and the minimum time between
+        its end and the arrival."""
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]
@@ -164,7 +164,7 @@ class Walk:
         return [(self.source(send), comm)]
 
     def source(self, send: Action) -> Action:
-        """Return the compute action that produced the message of a send."""
+        """Return the compute action that computes the message of a send."""
         if send.kind is Kind.SEND_F:
             return Action(Kind.F, send.stage, send.microbatch)
         halves = Action(Kind.I, send.stage, send.microbatch)

@@ -1,8 +1,8 @@
-"""Vocabulary-parallel cross entropy: the loss of logits that are sharded over the tensor-parallel ranks and never
-gathered.
+"""Vocabulary-parallel cross entropy. The logits are sharded over the tensor-parallel ranks and are never gathered.
 
-Each rank reduces its columns of the logits to three numbers per token. After an all-gather of the three numbers, every
-rank computes the loss. The backward pass recomputes the softmax, so that only the logits are saved.
+Each rank reduces its columns of the logits to three numbers per token. The ranks all-gather these numbers, and every
+rank computes the loss from them. The backward pass recomputes the softmax, so the only large tensor that is saved is
+the logits.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. `CHUNK` limits the temporary memory on GPUs to a few times 64 MiB.
-`CPU_CHUNK` is small enough that the temporary memory fits in the CPU caches."""
+"""Number of logits that are converted to fp32 at a time. `CHUNK` limits the temporary memory on GPUs to a few times 64
+MiB. `CPU_CHUNK` is small enough that the temporary memory fits in the CPU caches."""
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, compiled: bool = False, z_loss_coeff: float = 0.0
 ) -> Tensor:
-    """Compute per-token losses: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
+    """Compute the loss of each token: logits [s, b, V/t], labels [s, b] -> losses [s, b]. The losses are fp32, or fp64
+    if the logits are fp64.
 
-    If `z_loss_coeff` is not 0, each loss includes the z-loss: the coefficient times the square of log(sum of
-    exp(logits)) (arXiv 2204.02311, section 5).
+    If `z_loss_coeff` is not 0, each loss includes the z-loss, that is, z_loss_coeff * log(sum of exp(logits))^2 (arXiv
+    2204.02311, section 5).
 
-    Columns with index `vocab_size` or higher are padding. Padding columns are excluded from the sum, and their
-    gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises
-    ValueError for a label outside [0, vocab_size).
+    Columns with index `vocab_size` or higher are padding. Padding columns are excluded from the sum of exp(logits), and
+    their gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. A
+    label outside [0, vocab_size) is an error (see `check_ids`).
 
     If the logits are neither a leaf nor a view, the backward pass overwrites them with their gradient, which halves the
-    memory. Because the logits are overwritten, autograd refuses a second backward pass through them. Clone the logits
-    before this call if you read them later: if `compiled` GPU kernels process the whole vocabulary, even the forward
-    pass overwrites the logits.
+    memory. In this case, a second backward pass is an error. If `compiled` is True and the vocabulary is not sharded, a
+    GPU kernel may overwrite the logits already in the forward pass. Clone the logits before this call if you need them
+    afterwards.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -46,24 +47,24 @@ def vocab_parallel_cross_entropy(
 
 
 def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
-    """Return the token id of this rank's first column of `logits` [..., V/t], and the number of its columns that are
-    not padding. All columns of a rank may be padding.
+    """Return two numbers for this rank's `logits` [..., V/t]: the token id of the first column, and the number of
+    columns that are not padding. All columns of a rank may be padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     return start, max(0, min(vocab_size, stop) - start)
 
 
 LOSS_AND_GRADIENT = "loss_and_gradient_"
-"""Name of the kernel that maps (logits [n, width], labels [n], vocabulary, z-loss coefficient) to losses [n]. The
-kernel overwrites the logits with their gradients.
+"""Name of the kernel that computes losses [n] from (logits [n, width], labels [n], vocab_size, z_loss_coeff). The
+kernel overwrites the logits with the gradients of the losses.
 
-If no kernel is registered under this name, plain torch computes the gradients in the backward pass.
+If no kernel is registered under this name, torch operations compute the gradients in the backward pass.
 """
 
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """True if the logits were overwritten with their gradient. If `made` is True, all fields below are unset."""
+    """True if the forward pass overwrote the logits with their gradient. In this case, the fields below are not set."""
     columns: int
     overwrite: bool
     compiled: bool
@@ -110,8 +111,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CrossEntropyContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient of the loss with respect to the logits: softmax * (1 + 2 * z_loss_coeff * log(sum of
-        exp)), minus 1 at the label."""
+        """Compute the gradient of the loss with respect to the logits, which is softmax * (1 + 2 * z_loss_coeff *
+        log(sum of exp(logits))), minus 1 in the column of the label."""
         if ctx.made:
             (made,) = ctx.saved_tensors
             scale_rows_(made.view(-1, made.shape[-1]), grad_loss.flatten())
@@ -136,14 +137,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @operation
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """Multiply each row of x [n, width] by its factor in `factors` [n], in place. Rows with factor 0 become 0 even if
-    they contain non-finite values."""
+    """Multiply each row of x [n, width] in place by the row's element of `factors` [n]. If the factor is 0, the row
+    becomes 0 even if it contains non-finite values."""
     x.copy_(torch.where(factors[:, None] == 0, 0, x.float() * factors[:, None]))
 
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:
-    """Overwrite z [n, columns] with exp(z - top) * factor, computed in the precision of `top`. In each row, subtract
-    `at_label` in the column of the label."""
+    """Overwrite z [n, columns] with exp(z - top) * factor, computed in the precision of `top`. In the column of the
+    label, subtract `at_label` from this value. `top`, `factor`, `at_label` and `label` have one element per row."""
     rows = torch.arange(z.shape[0], device=z.device)
     target = (z[rows, label] - top).exp_().mul_(factor).sub_(at_label)
     region(_exponentials_, compiled)(z, top, factor)
@@ -158,8 +159,8 @@ def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:
 
 
 def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: bool) -> Tensor:
-    """Return softmax statistics [3, s, b] of the first `columns` logits: maximum, sum of exp(logit - maximum), and the
-    label's logit."""
+    """Return softmax statistics [3, s, b] of the first `columns` columns of the logits. For each token, they are the
+    maximum, the sum of exp(logit - maximum), and the logit of the label."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     stats = torch.zeros(3, *local_labels.shape, dtype=dtype, device=logits.device)
     if not columns:
@@ -176,17 +177,17 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 
 
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two values for each row of `z`: its maximum z_max, and the sum of exp(z - z_max) over the row."""
+    """Return the maximum z_max of each row of `z`, and the sum of exp(z - z_max) over each row."""
     if torch.compiler.is_compiling():
-        # with the conversion first and dims kept, torch.compile fuses both into one pass: an online softmax (arXiv
-        # 1805.02867)
+        # If z is converted first and the reductions keep their dims, torch.compile fuses the two reductions into a
+        # single pass (online softmax, arXiv 1805.02867).
         z = z.to(dtype)
     top = z.amax(1, keepdim=True).to(dtype)
     return top.squeeze(1), (z - top).exp_().sum(1, keepdim=True).squeeze(1)
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
-    """Return the number of rows to process at a time. Compiled regions need no temporary memory, and process all rows
-    at once."""
+    """Return the number of rows to process at a time. Compiled regions need no temporary memory, so they process all
+    rows at once."""
     chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
     return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])

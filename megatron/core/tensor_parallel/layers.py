@@ -1,9 +1,9 @@
-"""Tensor-parallel linear layers: column, row and vocabulary parallel, with sequence parallelism.
+"""Tensor-parallel linear layers (column-parallel, row-parallel and vocabulary-parallel), with sequence parallelism.
 
-A column-parallel layer shards the output features, and a row-parallel layer shards the input features. A pair of such
-layers needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence
-parallelism, the activations outside of the pairs are sharded along the sequence, so a pair begins with an all-gather
-and ends with a reduce-scatter instead of an all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
+A column-parallel layer shards the output features, and a row-parallel layer shards the input features. A
+column-parallel layer followed by a row-parallel layer needs one collective at each end (arXiv 1909.08053, section 3).
+With sequence parallelism, the activations outside of such pairs are sharded along the sequence, so a pair begins with
+an all-gather and ends with a reduce-scatter instead of an all-reduce (arXiv 2205.05198, section 4.2).
 
 All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
 h] under sequence parallelism.
@@ -59,15 +59,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors. Layers read these capabilities from their `TPContext`. For a
-    dry run, the model is built with a `Hardware` object that describes another device.
+    """Capabilities of the device that holds the tensors, which layers read from their `TPContext`. In a dry run, a
+    `Hardware` object describes a device on which the model does not run.
     """
 
     compiled: bool = False
-    """True if torch.compile compiles element-wise regions (`megatron.core.compiled_regions`)."""
+    """True if torch.compile compiles element-wise functions (`megatron.core.compiled_regions`)."""
 
     def host_waits_for(self, x: Tensor) -> bool:
-        """Return whether the host waits for the device when it reads `x`."""
+        """Return whether reading `x` makes the host wait for the device."""
         return x.is_cuda
 
     def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
@@ -76,17 +76,17 @@ class Hardware:
         return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
-        """Iterate over the chunks of a sequence, `parts`, in a loop whose iterations all do the same work. A memory
-        plan runs only some of the iterations, so a tensor created in an iteration must not be used after it."""
+        """Iterate over `parts`, the chunks of a sequence, in a loop whose iterations do equal work. Memory planning
+        runs only some iterations, so a tensor that an iteration creates must not be used after the iteration."""
         return parts
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Return a context for `count` independent GEMMs of equal shape, which the device may run concurrently."""
+        """Return a context manager for `count` independent GEMMs of equal shape, which may run concurrently."""
         return nullcontext()
 
 
 HARDWARE = Hardware()
-"""Default hardware capabilities, without compiled regions."""
+"""Default capabilities, without compilation."""
 
 
 @dataclass(frozen=True)
@@ -101,28 +101,28 @@ class TPContext(Section):
     queue: WeightGradQueue
     cp_comm_type: str = "p2p"
     hardware: Hardware = field(default_factory=Hardware)
-    """Properties of the device that layers depend on, including whether regions are compiled."""
+    """Capabilities of the device, including whether torch.compile is used."""
 
     attention_backend: str = "auto"
-    """Attention backend set by --attention-backend or selected by `backend_choice`; "auto" lets torch select."""
+    """Attention backend (--attention-backend, or the result of `backend_choice`). "auto" lets torch select one."""
 
     format: LinearFormat | None = None
-    """Number format in which linear layers compute their GEMMs; None if they compute in `dtype`."""
+    """Number format in which linear layers compute their GEMMs, or None if they compute in `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """`PassPair` of two micro-batches. While the collectives of one pass are in flight, the other pass computes."""
+    """`PassPair` that interleaves the passes of two micro-batches. One computes while the other communicates."""
 
     seed: int = 1234
-    """Seed of the run. Dropout masks depend on the seed and on the name of the dropout."""
+    """Seed of the run. Dropout masks depend on the seed and on the name of the dropout module."""
 
     lazy: bool = False
-    """True if parameters are created without memory, so that `DistributedDataParallel` allocates it unit by unit."""
+    """True if parameters are created without storage. `DistributedDataParallel` allocates their storage later."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
     """Policy that determines the initial values of each parameter from its role."""
 
     layer: int = 0
-    """Number of the transformer layer that is being built."""
+    """Number of the transformer layer to which the module that is being built belongs."""
 
     @property
     def tp(self) -> Axis:
@@ -130,20 +130,20 @@ class TPContext(Section):
 
     @property
     def compiled(self) -> bool:
-        """True if torch.compile compiles element-wise regions."""
+        """True if torch.compile compiles element-wise functions."""
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Return the context for transformer layer `number`; `format` is None if the layer does not use it."""
+        """Return the context for layer `number`. Its `format` is None if the layer does not use the number format."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Collectives before and after a layer, y = leave(f(enter(x))), and their adjoints for the backward pass.
+    """Collectives before and after a layer f, y = leave(f(enter(x))), and their adjoints for the backward pass.
 
-    The adjoint of a collective may overwrite its input.
+    The adjoints may overwrite their input.
     """
 
     enter: Start = start_nothing
@@ -165,21 +165,21 @@ ROW_SEQUENCE = Boundary(leave=start_reduce_scatter, leave_adjoint=start_all_gath
 
 
 def column_boundary(ctx: TPContext) -> Boundary:
-    """Return the collectives of a layer with sharded output features: x [s, b, h] or [s/t, b, h] -> y [s, b, f/t]."""
+    """Return the collectives of a column-parallel layer: x [s, b, h] or [s/t, b, h] -> y [s, b, f/t]."""
     if ctx.tp.size == 1:
         return LOCAL
     return COLUMN_SEQUENCE if ctx.sequence_parallel else COLUMN
 
 
 def row_boundary(ctx: TPContext) -> Boundary:
-    """Return the collectives of a row-parallel layer (output is a partial sum): x [s, b, f/t] -> y [s or s/t, b, h]."""
+    """Return the collectives of a row-parallel layer: x [s, b, f/t] -> y [s, b, h] or [s/t, b, h]."""
     if ctx.tp.size == 1:
         return LOCAL
     return ROW_SEQUENCE if ctx.sequence_parallel else ROW
 
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
-    """Create this rank's shard of a parameter without initial values. Missing fields of `meta` are taken from
+    """Create this rank's shard of a parameter, uninitialized. Fields that `meta` does not set are taken from
     `ctx.initial`. `initialize_parameters_` later sets the values of the shard."""
     meta = ctx.initial.complete(meta)
     _, shape = meta.box(ctx.state.coords)
@@ -193,15 +193,15 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 def make_sharded_parameter(
     name: str, shape: tuple[int, ...], ctx: TPContext, *, role: Role, init: Init | None = None, stacked: int = 0
 ) -> nn.Parameter:
-    """Create a parameter [heads or channels, ...] that is sharded along dim 0 over tensor-parallel ranks.
+    """Create a parameter that is sharded along dim 0 over the tensor-parallel ranks.
 
     Args:
         name: Name of the parameter.
-        shape: Global shape.
-        ctx: Context of the layer.
+        shape: Shape of the whole, unsharded parameter.
+        ctx: Context of the layer that contains the parameter.
         role: Role that determines initial values and optimizer settings.
-        init: Initial values; None means the initial values that belong to `role`.
-        stacked: Number of stacked matrices.
+        init: Initial values. None means the initial values that belong to `role`.
+        stacked: Number of leading dims that stack matrices, as in `ParamMeta.stacked`.
     """
     return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
 
@@ -214,18 +214,18 @@ class LinearContext(AutogradContext):
     gemms: LinearGemms
     of_output: OutputGradient | None
     bias_shape: torch.Size
-    """Shape of the bias, if there is one."""
+    """Shape of the bias. Not set if the layer has no bias."""
 
 
 class LinearFunction(torch.autograd.Function):
-    """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. The weight W [..., in] is viewed as a matrix
-    [out, in].
+    """Autograd function of a linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. The weight W [..., in]
+    is viewed as a matrix [out, in].
 
-    With an addend, the function returns y + addend, and `leave` must not be a collective. The function saves only the
-    local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it
-    computes dX, and reduces dX while it computes dW. `backward` passes dW to `accumulate_weight_grad`. If `saves` is
-    False, nothing is saved for the backward pass. In the backward pass, `of_output` provides casts of dY and the sum of
-    dY if another kernel has computed them.
+    If an addend is given, the result is y + addend, and `leave` must not be a collective. For the backward pass, the
+    function saves only the input before `enter`, in the form that the dW GEMM reads. If `saves` is False, it saves
+    nothing. The backward pass gathers the input again while it computes dX, and reduces dX while it computes dW. It
+    passes dW to `accumulate_weight_grad`. If another kernel has already cast dY or summed it over tokens, `of_output`
+    provides the results.
     """
 
     # Column parallel: x [s, b, h] -> y [s, b, f/t]; W [f/t, h]. With sequence parallelism, x is [s/t, b, h].
@@ -255,7 +255,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        del saved  # so that autograd can free the tensors
+        del saved  # lets autograd free the tensors
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None
         if bias is not None:
@@ -300,7 +300,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
-    """Start gathering the tensors of `x` along the sequence, except scalars, which apply to the whole sequence."""
+    """Start `boundary.enter` for all tensors of `x` except scalars. A scalar applies to the whole sequence."""
     return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
 
 
@@ -309,7 +309,7 @@ def entered(started: list[Pending]) -> Operand:
 
 
 class ParallelLinear(nn.Module):
-    """Linear layer y = x Wᵀ + bias, with the parameters that `metas` describe, collectives and GEMMs."""
+    """Linear layer y = x Wᵀ + bias. `metas` describes the parameters, and `boundary` contains the collectives."""
 
     def __init__(self, name: str, metas: list[ParamMeta], boundary: Boundary, ctx: TPContext) -> None:
         super().__init__()
@@ -329,9 +329,9 @@ class ParallelLinear(nn.Module):
 
         Args:
             x: Input.
-            add_bias: False if a compiled region after the layer adds the bias.
-            bias_gradient: False if a compiled region after the layer computes the bias gradient in its backward pass.
-            addend: [s, b, out], added to the output if the layer `takes_addend`.
+            add_bias: False if a compiled function after the layer adds the bias.
+            bias_gradient: False if the backward pass of a compiled function computes the bias gradient.
+            addend: Tensor [s, b, out] that is added to the output. Pass it only if `takes_addend()` returns True.
         """
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
         of_output = self.output_gradient(bias) if saves and self.compiled else None
@@ -339,9 +339,9 @@ class ParallelLinear(nn.Module):
         return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """Return the `OutputGradient` that requests casts and sums of dY from the operation that computes dY.
+        """Return the object with which the layer requests casts and sums of dY from the operation that computes dY.
 
-        Return None if the layer needs neither casts nor sums, if dY is gathered first, or if hooks are registered.
+        Return None if the layer needs neither casts nor sums, if dY must be gathered first, or if hooks are registered.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
@@ -350,15 +350,15 @@ class ParallelLinear(nn.Module):
         return OutputGradient(self.gemms, self.weight.requires_grad, sums)
 
     def used_bias(self, add_bias: bool, bias_gradient: bool) -> Tensor | None:
-        """Return the bias that `forward` adds, or None if it adds no bias."""
+        """Return the bias that `forward` adds to the output, or None if `forward` adds no bias."""
         if self.bias is None or not add_bias:
             return None
         return self.bias if bias_gradient else self.bias.detach()
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h] and sharded
-    along dim 1, so that every shard is a rectangle of the whole weight. The local output has one feature dim."""
+    """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h], sharded
+    along dim 1, so that each shard contains rows of both projections. The output has one feature dim."""
 
     # Shapes in `forward`: x [s, b, in], or [s/t, b, in] under sequence parallelism -> y [s, b, out/t]; W [out/t, in].
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
@@ -366,7 +366,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 def observed(*modules: nn.Module) -> bool:
-    """Return whether hooks read the inputs or outputs of these modules in the forward or backward pass."""
+    """Return whether forward or backward hooks are registered on these modules."""
     return any(map(is_hooked, modules))
 
 
@@ -377,12 +377,12 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
-        """True if the GEMM of this layer may add the residual stream. `gemm_choice` sets this attribute to False if
-        adding the residual stream in the next norm is faster."""
+        """True if the GEMM of this layer may add the residual stream to its output. `gemm_choice` sets this attribute
+        to False if it is faster to add the residual stream in the next norm."""
 
     def takes_addend(self) -> bool:
-        """Return True if the residual stream can be the addend of the layer's GEMM, because no collective sums the
-        outputs and no hook reads them."""
+        """Return True if the layer's GEMM can add the residual stream to the output. This requires that no collective
+        sums the output, no hook is registered, and a kernel is available."""
         adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
         kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))
@@ -390,20 +390,20 @@ class RowParallelLinear(ParallelLinear):
 
 
 def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinear:
-    """Build a column-parallel layer with the implementation that is registered for it."""
+    """Build a column-parallel layer with the implementation registered in `LINEARS`."""
     layer: ColumnParallelLinear = LINEARS.build("column_parallel", linear, ctx)
     return layer
 
 
 def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
-    """Build a row-parallel layer with the implementation that is registered for it."""
+    """Build a row-parallel layer with the implementation registered in `LINEARS`."""
     layer: RowParallelLinear = LINEARS.build("row_parallel", linear, ctx)
     return layer
 
 
 class ReplicatedParallelLinear(ParallelLinear):
-    """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The forward pass needs no collective. Under
-    sequence parallelism, the weight gradient on a rank is a partial sum."""
+    """Linear layer with a replicated weight: y = x Wᵀ + bias. The forward pass needs no collective. Under sequence
+    parallelism, the weight gradient on each rank is a partial sum."""
 
     # Shapes in `forward`: x [s, b, in] -> y [s, b, out], or both [s/t, b, ...] under sequence parallelism; W [out, in].
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
@@ -412,16 +412,16 @@ class ReplicatedParallelLinear(ParallelLinear):
 
 
 def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
-    """Return the vocabulary range [start, stop) on this rank."""
+    """Return the range [start, stop) of vocabulary rows on this rank."""
     assert rows % axis.size == 0, f"{rows} vocabulary rows do not divide over {axis.size} ranks"
     part = rows // axis.size
     return axis.rank * part, (axis.rank + 1) * part
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Check that every id is in [0, size). An id outside this range belongs to no rank's vocabulary shard, so it would
-    silently have no effect. On CPU, an invalid id raises ValueError. On a GPU, the check is an assertion on the device,
-    because reading the ids would stall the host."""
+    """Check that every id is in [0, size). An id outside this range belongs to no rank's vocabulary shard, so without
+    the check it would silently have no effect. On CPU, an invalid id raises ValueError. On a GPU, the check is a
+    device-side assertion, because the host would have to wait to read the ids."""
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
         return
@@ -433,8 +433,8 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
 
 
 class OutputLayer(nn.Module):
-    """Output projection from hidden states to logits, with a sharded vocabulary. `metas` describe the weight and, if
-    there is one, the bias. If `tied_weight` is given, the layer uses it instead of a weight of its own."""
+    """Output projection from hidden states to logits, with a sharded vocabulary. `metas` contains the `ParamMeta`s of
+    the weight and of the optional bias. If `tied_weight` is given, the layer uses it instead of creating a weight."""
 
     def __init__(self, *metas: ParamMeta, ctx: TPContext, tied_weight: nn.Parameter | None = None) -> None:
         super().__init__()

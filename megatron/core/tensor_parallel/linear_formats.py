@@ -1,5 +1,5 @@
-"""Registry of number formats, such as fp8, in which linear layers compute their GEMMs instead of in the dtype of the
-parameters. This module does not import torch.
+"""Registry of number formats for the GEMMs of linear layers, such as fp8. A number format replaces the dtype of the
+parameters in these GEMMs. This module does not import torch.
 
 LINEAR_FORMATS.register("my_format", "my_package.my_format:MyFormat", when=..., layers=..., ...)
 """
@@ -24,43 +24,46 @@ class LinearFormatFacts:
     """Properties of a number format for GEMMs."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """Predicate that decides whether the configuration selects the format."""
+    """Predicate that returns True if the configuration selects the format."""
 
     layers: Callable[[ModelParallelConfig, int], range]
-    """Function that takes the configuration and the number of layers in the model, and returns the numbers of the
-    layers whose linear layers use the format."""
+    """Function that takes the configuration and the number of transformer layers in the model. It returns the numbers
+    of the transformer layers whose linear layers use the format."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """Function of the configuration and the number of ranks that shard the features. `alignment` returns the number by
-    which the features on a rank must be divisible, and the flag that requires this."""
+    """Function that takes the configuration and the number of ranks over which features are sharded. It returns a
+    divisor, and the flag that requires it. The number of features on each rank must be a multiple of the divisor."""
 
     tokens: int
-    """Number by which the tokens in a micro-batch must be divisible, so that every kernel supports them."""
+    """Divisor that all kernels of the format require. The number of tokens in a micro-batch must be a multiple of
+    it."""
 
     described: Callable[[ModelParallelConfig], str]
-    """Function that returns a short description of the format."""
+    """Function that takes the configuration and returns a short description of the format."""
 
     peak_tflops: Mapping[str, float]
     """Peak TFLOP/s according to the data sheet, keyed by a substring of the GPU's name."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. If the
-    predicate returns True, the weights of linear layers have separate buffers."""
+    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. In this
+    case, these weights are in separate buffers."""
 
 
 class ParamGather(Protocol):
-    """Object that casts weights of linear layers before they are gathered.
+    """Object that casts the weights of linear layers to a number format before they are gathered.
 
-    The object chooses the buckets that are gathered in the number format, and calls `Bucket.gather_bytes` of each of
+    The object selects the buckets that are gathered in the number format, and calls `Bucket.gather_bytes` for each of
     them.
     """
 
     def cast_(self) -> None:
-        """Cast this rank's shards of the weights to the number format, before the weights are gathered."""
+        """Cast this rank's shards of the weights to the number format. This method is called before the weights are
+        gathered."""
 
 
 class FormatOfProducts(Protocol):
-    """Interface of number formats. A number format creates the objects that run the GEMMs and gather the weights."""
+    """Interface of number formats. A number format creates the objects that run GEMMs and that cast weights for the
+    gather."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
         """Return the `LinearFormat` for the layers whose numbers are in `layers`."""
@@ -69,30 +72,29 @@ class FormatOfProducts(Protocol):
         """Raise ValueError if the device does not support the number format."""
 
     def gather(self, ddp: object) -> ParamGather | None:
-        """Return the object that casts the weights of `ddp`, a `DistributedDataParallel`, before they are gathered in
-        this format. Return None if weights are gathered in the dtype of the parameters."""
+        """Return the object that casts weights before they are gathered in this format, or None if weights are gathered
+        in the dtype of the parameters. `ddp` is the `DistributedDataParallel` that holds the weights."""
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)
-"""Registered implementations of `FormatOfProducts`, by name. The core registers no number format itself; extensions
-do."""
+"""Registered implementations of `FormatOfProducts`, keyed by name. All number formats are registered by extensions."""
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:
-    """Return the name of the number format that the configuration selects for linear layers. Return None if linear
-    layers use the dtype of the parameters."""
+    """Return the name of the number format that the configuration selects for linear layers, or None if they use the
+    dtype of the parameters."""
     return LINEAR_FORMATS.chosen(parallel)
 
 
 def gathered_format(parallel: ModelParallelConfig) -> str | None:
-    """Return the name of the number format in which weights are gathered. Return None if weights are gathered in the
-    dtype of the parameters."""
+    """Return the name of the number format in which weights are gathered, or None if they are gathered in the dtype of
+    the parameters."""
     name = linear_format(parallel)
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
 
 def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
-    """Build the number format that a configuration selects; None if all layers use the parameters' format.
+    """Build the number format that a configuration selects. Return None if all layers use the dtype of the parameters.
 
     Multi-token prediction modules use the number format if the last layer of the model uses it.
 
@@ -100,7 +102,7 @@ def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: 
         config: Parallelism settings.
         layers: Number of layers of the model.
         modules: Number of multi-token prediction modules, which are numbered after the layers.
-        casts: Cache of weights cast to the number format.
+        casts: Cache of weights that have been cast to the number format.
     """
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)

@@ -1,4 +1,5 @@
-"""Descriptions of tensor-parallel linear layers and of their parameters, and the registry of linear layers.
+"""Specifications of tensor-parallel linear layers and their parameters, and the registry of the layers'
+implementations.
 
 This module does not import torch.
 """
@@ -17,19 +18,20 @@ if TYPE_CHECKING:
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
-    """Return the axes over which the gradient of a replicated parameter is a partial sum (`ParamMeta.partial_over`).
-    The parameter is used between linear layers, for example in a norm.
+    """Return the value of `ParamMeta.partial_over` for a replicated parameter that is used between tensor-parallel
+    linear layers, such as the weight of a norm. The value lists the axes over whose ranks the gradient must be summed.
 
-    Without sequence parallelism, every rank processes all tokens. Each rank therefore computes the whole gradient, and
-    the replicas stay equal. With sequence parallelism, each rank processes a part of the sequence, and the gradient on
-    the rank is one term of a sum.
+    Without sequence parallelism, every rank processes all tokens and computes the whole gradient. With sequence
+    parallelism, each rank processes a shard of the sequence, and computes only this shard's contribution to the
+    gradient.
     """
     return ("tp",) if sequence_parallel else ()
 
 
 @dataclass(frozen=True)
 class ColumnLinear:
-    """A linear layer with sharded output features: weight [*out_dims, in_size], sharded along `shard_dim`."""
+    """Specification of a linear layer with sharded output features. The weight has the shape [*out_dims, in_size] and
+    is sharded along `shard_dim`."""
 
     name: str
     in_size: int
@@ -37,8 +39,8 @@ class ColumnLinear:
     bias: bool
     shard_dim: int = 0
     fused: Fused | None = None
-    """Description of the linear maps whose weights are concatenated in the layer's weight. `fused` is None if the
-    weight is a single linear map."""
+    """Description of the linear maps that the weight concatenates, such as query, key and value. None if the weight is
+    a single linear map."""
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     init: Init | None = None
@@ -64,8 +66,8 @@ class ColumnLinear:
 
 @dataclass(frozen=True)
 class RowLinear:
-    """A linear layer with sharded input features: weight [out_size, in_size]. The bias is not sharded: each rank holds
-    all of it."""
+    """Specification of a linear layer with sharded input features. The weight has the shape [out_size, in_size] and is
+    sharded along its last dim. The bias is replicated on every rank."""
 
     name: str
     in_size: int
@@ -101,8 +103,8 @@ class RowLinear:
 
 @dataclass(frozen=True)
 class ReplicatedLinear(RowLinear):
-    """A linear layer with the whole weight [out_size, in_size] on every rank. The layer runs between the sharded linear
-    layers, on this rank's tokens.
+    """Specification of a linear layer whose weight [out_size, in_size] is replicated on every rank. Each rank applies
+    the layer to its own tokens.
     """
 
     to_residual: bool = False
@@ -111,15 +113,15 @@ class ReplicatedLinear(RowLinear):
 
 
 class MakeLinear(Protocol):
-    """Interface of functions that build a linear layer with sharded features for a transformer layer."""
+    """Interface of functions that build a tensor-parallel linear layer from its specification."""
 
     def __call__(self, linear: ColumnLinear | RowLinear, ctx: object) -> nn.Module:
-        """Build the layer. `ctx` is the layer's `TPContext` (`megatron.core.tensor_parallel.layers`)."""
+        """Build the layer. `ctx` is the `TPContext` of the layer (`megatron.core.tensor_parallel.layers`)."""
 
 
 LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)
-"""Registered implementations of `MakeLinear`, by name. An implementation that replaces a built-in one must compute the
-same result with equivalent communication."""
+"""Registered implementations of `MakeLinear`, keyed by name. An implementation that replaces a built-in layer must
+compute the same result with equivalent communication."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")

@@ -1,4 +1,5 @@
-"""Interface for extensions that store the activations for the backward pass outside of the device."""
+"""Interfaces for extensions that offload activations, that is, store them outside of the device until the backward
+pass."""
 
 from __future__ import annotations
 
@@ -14,59 +15,61 @@ from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
 
 
 class StoredPass(Protocol):
-    """Forward pass of one micro-batch through the layers of a stage."""
+    """Interface to the forward pass of one micro-batch through the layers of a stage, whose activations are
+    offloaded."""
 
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Return the context manager in which the forward pass of one part of a stage must run. A part is a layer, or
-        several layers that are recomputed together.
+        """Return the context manager in which one part of the stage must run. A part is a single layer, or several
+        layers that are recomputed together.
 
-        If `stored` is True, the tensors that the part saves for the backward pass are stored outside of the device,
-        except for its `parameters`.
+        If `stored` is True, the tensors that the part saves for the backward pass are offloaded, except for
+        `parameters`.
         """
 
     def watch(self, output: object) -> None:
-        """Receive the output of the most recent part (see `part`). The backward pass of this part starts once the
-        gradient of the output is known."""
+        """Record the output of the most recent part (see `part`). The backward pass of the part starts when the
+        gradient of this output has been computed."""
 
     def end(self) -> None:
-        """Call this method at the end of the forward pass, after the last part."""
+        """End the forward pass. This method is called after the last part."""
 
 
 class Pool(Protocol):
-    """Memory pool of an activation store."""
+    """Memory pool of an `ActivationStore`."""
 
     nbytes: int
     """Number of bytes that the pool has allocated."""
 
     allocate: Callable[[int], Tensor]
-    """Function that maps a number of bytes to a new buffer of this size."""
+    """Function that takes a size in bytes and returns a new buffer of this size."""
 
 
 @runtime_checkable
 class ActivationStore(Protocol):
-    """Store to which the stages of one rank offload their activations. An entry of HOST_MEMORY creates the store."""
+    """Store to which the stages of one rank offload their activations. It is created by an entry of the registry
+    HOST_MEMORY."""
 
     num_layers: int
-    """Number of layers at the start of each stage whose activations are stored."""
+    """Number of layers whose activations are offloaded. They are the first layers of each stage."""
 
     sent: int
-    """Number of bytes stored so far."""
+    """Number of bytes that have been offloaded so far."""
 
     @property
     def pool(self) -> Pool:
-        """Memory pool for the stored activations."""
+        """Memory pool that contains the offloaded activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
-        """Replace the pool with an empty pool. The new pool uses pinned memory only if `pinned` is True. Only plans of
-        a run call this method."""
+        """Replace the memory pool with an empty pool. The new pool uses pinned memory only if `pinned` is True. This
+        method is called for memory planning only."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
-        """Start a forward pass through the layers of a stage. x is the input of the first layer. Tensors that `shared`,
-        an object or a mapping, contains are not stored."""
+        """Start a forward pass through the layers of a stage. `x` is the input of the first layer. Tensors in `shared`,
+        which is an object or a mapping, are not offloaded."""
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
-    """Build the store that the configuration selects. Return None if the configuration selects no store."""
+    """Build the activation store that the configuration selects, or return None if it selects no store."""
     if (name := config.activation_store) is None:
         return None
     store = HOST_MEMORY[name].activations(config, torch.device(device))
@@ -78,18 +81,19 @@ class Stored(Protocol):
     """Object that the autograd graph holds in place of a saved tensor."""
 
     def stored_tensor(self) -> Tensor:
-        """Return the tensor on the device."""
+        """Return the saved tensor as a tensor on the device."""
 
 
 class Saver(Protocol):
-    """Object that replaces each tensor that autograd saves for the backward pass."""
+    """Object that can replace the tensors that autograd saves for the backward pass."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
-        """Return the object that autograd saves instead of x: a placeholder, or x itself if x is not stored."""
+        """Return the object that autograd saves instead of x. It is a placeholder, or x itself if x is not
+        offloaded."""
 
 
 class _Now(threading.local):
-    """Current `Saver` of each thread, or None. The attribute is thread-local, because interleaved passes of two
+    """Current `Saver` of the calling thread, or None. The attribute is thread-local, because interleaved passes of two
     micro-batches run in separate threads."""
 
     saver: Saver | None = None
@@ -100,7 +104,7 @@ _now = _Now()
 
 @contextmanager
 def saving_by(saver: Saver | None) -> Iterator[None]:
-    """Context manager that makes `packed` pass tensors to `saver` in its body."""
+    """Context manager that makes `saver` the current `Saver` within the block, to which `packed` passes tensors."""
     before, _now.saver = _now.saver, saver
     try:
         yield
@@ -109,24 +113,24 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Context manager that disables the store in its body, for functions that will be recomputed."""
+    """Context manager that disables offloading within the block. It is used for functions that will be recomputed."""
     return saving_by(None)
 
 
 def packed(x: Tensor) -> Tensor | Stored:
-    """Return the object that the current `Saver` saves instead of x, or x itself if there is no saver. Saved-tensor
-    hooks that are nested in those of a saver must call this function, because autograd calls only the innermost
-    hooks."""
+    """Return the object that autograd should save instead of x. The current `Saver` determines the object. Without a
+    `Saver`, it is x itself. Saved-tensor hooks of other code must call this function, because autograd calls only the
+    innermost hooks."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 
 def unpacked(x: Tensor | Stored) -> Tensor:
-    """Return the tensor that was passed to `packed`."""
+    """Return the tensor for which `packed` returned x."""
     return x if isinstance(x, Tensor) else x.stored_tensor()
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield all tensors found in `value`, which may be a tensor, a sequence, a mapping, or an object with
+    """Yield all tensors that `value` contains. `value` may be a tensor, a sequence, a mapping, or an object with
     attributes."""
     if isinstance(value, Tensor):
         yield value

@@ -1,7 +1,7 @@
 """Implementations of activation functions for MLPs and experts.
 
-Each activation function is built by a function with the arguments (name, config, ctx). An activation function with
-parameters is a module, whose parameter names begin with `name`.
+A function with the arguments (name, config, ctx) builds each activation function. An activation function that has
+parameters is a module, and the names of its parameters begin with `name`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Number of row groups over which bias gradients are summed separately. Summing row groups separately gives a GPU
-enough parallel work even if the bias has few elements."""
+"""Number of row groups over which bias gradients are summed separately. The separate sums give a GPU enough parallel
+work even if the bias has few elements."""
 
 
 class Bounded(NamedTuple):
-    """Gated function of `FUNCTIONS` with clamped operands and an offset, as in gpt-oss: f(min(gate, clamp))
-    * (min(max(up, -clamp), clamp) + offset)."""
+    """Variant of a gated function of `FUNCTIONS` with clamped operands and an offset, as in gpt-oss: f(min(gate,
+    clamp)) * (min(max(up, -clamp), clamp) + offset)."""
 
     name: str
     clamp: float | None
@@ -37,38 +37,39 @@ class Bounded(NamedTuple):
 
 
 Kind = str | Bounded
-"""Argument of `functions_of`."""
+"""Activation function: a key of `FUNCTIONS`, or a `Bounded` variant."""
 
 
 class FusedActivation:
-    """Activation function that saves only its input for the backward pass. The argument `kind` is the kind of
-    activation function, as in `functions_of`. If compiled, the function can also add the bias of the preceding linear
-    layer; a single backward kernel then computes the input gradient and sums the bias gradient.
+    """Activation function that saves only its input for the backward pass. `kind` selects the function (see
+    `functions_of`). The function can also add the bias of the preceding linear layer to its input. If it is compiled, a
+    single kernel then computes the gradients of the input and of the bias.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
         self.kind, self.compiled = kind, compiled
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute f(x + bias): x [..., f] -> [..., f], or [..., f / 2] for a gated function. The bias has f elements in
-        any shape."""
+        """Compute f(x + bias): x [..., n] -> [..., n], or [..., n / 2] for a gated function. The bias may have any
+        shape with n elements."""
         return _ActivationFunction.apply(x, None if bias is None else bias.flatten(), self.kind, self.compiled)
 
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build the activation function of the model. The parameters of the function have the prefix `name`. Gated
-    functions halve the width."""
+    """Build the activation function that `config` selects. The names of its parameters begin with `name`. The output of
+    a gated function is half as wide as its input."""
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 
 def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build an activation function from `FUNCTIONS` that is not gated, so that its output is as wide as its input."""
+    """Build an activation function from `FUNCTIONS` that is not gated. The output is as wide as the input."""
     kind = config.activation
     return FusedActivation(kind, True) if ctx.compiled else FUNCTIONS[kind][0]
 
 
 def build_gated(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build a gated function of `FUNCTIONS` with --activation-func-clamp-value and --glu-linear-offset."""
+    """Build a gated activation function from `FUNCTIONS`, with the clamp of --activation-func-clamp-value and the
+    offset of --glu-linear-offset."""
     kind = config.activation
     clamp = config.activation_func_clamp_value
     offset = config.glu_linear_offset
@@ -82,7 +83,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv:2109.08668)"""
+    """Squared ReLU, relu(x)^2 (arXiv:2109.08668)."""
     return F.relu(x).square()
 
 
@@ -106,7 +107,7 @@ Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]
 
 
 def _gated_by(plain: Functions) -> Functions:
-    """Return the gated version f(gate) * up of an activation function f that is not gated."""
+    """Return the gated version f(gate) * up of an activation function f, which must not be gated itself."""
     forward, backward = plain
 
     def gated(x: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def _gated_by(plain: Functions) -> Functions:
 
 
 QUICK = 1.702
-"""Quick GeLU is x sigmoid(1.702 x) (arXiv:1606.08415, section 2)."""
+"""Factor of quick GeLU, x * sigmoid(1.702 x) (arXiv:1606.08415, section 2)."""
 
 
 def _quick_geglu_forward(x: Tensor) -> Tensor:
@@ -149,12 +150,11 @@ FUNCTIONS: dict[str, Functions] = {
     "geglu_tanh": _gated_by(GELU_TANH),
     "quick_geglu": (_quick_geglu_forward, _quick_geglu_backward),
 }
-"""Pairs of forward(x) and backward(x, gradient of the output), keyed by activation function."""
+"""Pairs of functions forward(x) and backward(x, output gradient), keyed by the name of the activation function."""
 
 
 def functions_of(kind: Kind) -> Functions:
-    """Return the functions forward(x) and backward(x, gradient of the output) of an activation function. If `kind` is a
-    `Bounded` function, both functions apply its clamp and its offset."""
+    """Return the functions forward(x) and backward(x, output gradient) of an activation function."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]
@@ -172,7 +172,8 @@ def functions_of(kind: Kind) -> Functions:
 
 
 _regions_of = cache(functions_of)
-"""Cached version of `functions_of`, so that each function is compiled only once."""
+"""Cached version of `functions_of`. It always returns the same function objects, so that each function is compiled only
+once."""
 
 
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
@@ -183,8 +184,8 @@ def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
 
 
 def _within(x: Tensor, clamp: float) -> Tensor:
-    """Return a mask that is True for elements within the bounds of the clamp. The gradient of all other elements is
-    zero."""
+    """Return a mask that is True for the elements of x that the clamp does not change. The gradient of all other
+    elements is zero."""
     gate, up = x.chunk(2, dim=-1)
     return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
 
@@ -194,8 +195,8 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x [groups, rows per group, f] and of the bias. torch.compile fuses both gradients into
-    one kernel only if the rows of x are divided into groups.
+    """Compute the gradients of x [groups, rows per group, n] and of the bias. torch.compile fuses both computations
+    into one kernel only if the rows of x are divided into groups.
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)
@@ -208,7 +209,7 @@ class _ActivationContext(AutogradContext):
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """Computes f(x + bias), and saves only the input for the backward pass."""
+    """Autograd function that computes f(x + bias). It saves only x and the bias for the backward pass."""
 
     @staticmethod
     def forward(ctx: _ActivationContext, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:

@@ -21,18 +21,18 @@ from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
 class Pending(Protocol):
-    """Residual stream to which the last sublayer output has not been added yet. The module that reads the stream adds
-    this output."""
+    """Residual stream to which the output of the last sublayer has not been added yet. The module that reads the stream
+    performs the addition, for example within its own kernel."""
 
     def added(self) -> Tensor:
-        """Perform the addition, and return the stream [s, b, w]."""
+        """Add the output of the last sublayer, and return the residual stream [s, b, w]."""
 
 
 Stream = Tensor | Pending
-"""Type of the input and the output of layers.
+"""Type of the residual stream that is passed between layers.
 
-A layer whose `takes_pending()` is true is called with `pending=True`, and may accept and return a `Pending` stream
-instead of a tensor. The final norm after the layers may also accept a `Pending` stream.
+A layer whose method `takes_pending()` returns True is called with `pending=True`. Its input may be a `Pending` object
+instead of a tensor, and it may return a `Pending` object. The final norm can support `Pending` inputs in the same way.
 """
 
 
@@ -46,11 +46,12 @@ def takes_pending(module: nn.Module) -> bool:
 
 
 class TransformerBlock(nn.Module):
-    """Layers of the model with the given `numbers`, followed by the final norm if the stage contains it. A
+    """Transformer layers with the given `numbers`, followed by the final norm if `final_norm` is True. A
     `TransformerBlock` may contain no layers.
 
-    The `first` block converts hidden states to the residual stream, and the block with the final norm converts the
-    stream back. Parameter names begin with `layer` and the number of the layer, or with `norm`.
+    If `config.residual` is set, the block with `first=True` converts hidden states to the residual stream, and the
+    block with the final norm converts the residual stream back to hidden states. The names of a layer's parameters
+    begin with `layer`, which contains the layer number. The names of the final norm's parameters begin with `norm`.
     """
 
     def __init__(
@@ -83,26 +84,27 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        """Tables of rotary angles, keyed by the `rotation` of the layers that use them."""
+        """Rotary embeddings, keyed by the `Rotation` of the layers that use them."""
         self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """Hooks that are called in each pass with the residual stream after a layer, keyed by the id of the layer.
-        These hooks are not module hooks, because a layer with a module hook cannot return a `Pending` stream.
+        """Hooks that receive the residual stream after a layer, keyed by the id of the layer module. They are not
+        module hooks, because a layer with a module hook cannot return a `Pending` stream.
         """
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the tables of rotary angles with tables for `config`. Layers that share a table must also share one
-        under `config`."""
+        """Replace the rotary embeddings with the ones that `config` defines. Layers that share a rotary embedding must
+        also share one under `config`."""
         for number, built in zip(self.numbers, self._built, strict=True):
             rotation = config.layer(number).rotation
             if built.rotation is not None and rotation is not None:
                 self.rotary[built.rotation] = RotaryEmbedding(config, self.device, self.dtype, rotation)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Run the stage's layers: x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. The width w is
-        `config.residual_size`, or h before the first and after the last layer of the model."""
+        """Run the stage's layers: x [s, b, w] -> [s, b, w], or [s/tp, b, w] -> [s/tp, b, w] under sequence parallelism.
+        The width w is `config.residual_size`. Before the first and after the last layer of the model, w is the hidden
+        size."""
         context = self._complete(context, x)
         stream: Stream = (x := self.enter(x))
         if self.offload is not None and self.training and torch.is_grad_enabled():
@@ -114,7 +116,7 @@ class TransformerBlock(nn.Module):
         return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
-        """Run all layers, and offload the activations that they save to `offload`."""
+        """Run all layers, and offload the activations that they save for the backward pass to the store `offload`."""
         stream: Stream = x
         through = offload.begin(x, context)
         for segment in self.segments:
@@ -142,8 +144,8 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Return `context` with inputs that all layers share: tables of rotary angles, and factors by which queries are
-        scaled."""
+        """Return a copy of `context` with additional inputs of the layers: the cosines and sines of the rotary
+        embeddings, and the factors by which queries are scaled."""
         if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

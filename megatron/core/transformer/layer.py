@@ -1,4 +1,4 @@
-"""A transformer layer."""
+"""Transformer layer with attention and an MLP or experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.transformer.recompute import with_input_recomputed
 
 
 class HiddenDropout(nn.Module):
-    """Dropout of hidden states with a mask that is the same under every layout."""
+    """Dropout of hidden states. The mask is the same under every parallel layout."""
 
     def __init__(self, name: str, p: float, ctx: TPContext) -> None:
         super().__init__()
@@ -40,23 +40,25 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 """Function that maps hidden states [s, b, h] to the output of a sublayer [s, b, h]."""
 
 Residual = Callable[[Tensor, Sublayer, BatchContext], Tensor]
-"""Function that adds the output of a sublayer to the residual stream (`megatron.core.config.layers.ResidualModule`)."""
+"""Function that takes the residual stream, a sublayer and the context. It runs the sublayer and returns the new
+residual stream (`megatron.core.config.layers.ResidualModule`)."""
 
 
 def add_output(x: Tensor, sublayer: Sublayer, context: BatchContext) -> Tensor:
-    """Add the output of a sublayer to the plain residual stream."""
+    """Run a sublayer on x, and return the sum of x and the output of the sublayer."""
     return x + sublayer(x, context)
 
 
 def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> Residual:
-    """Build the module that adds the output of the named sublayer to the residual stream, using RESIDUALS."""
+    """Return the function or module that adds the output of a sublayer to the residual stream. `sublayer` is the name
+    of the sublayer. If `config.residual` is set, the module is built from the registry RESIDUALS."""
     return add_output if config.residual is None else RESIDUALS.build(config.residual, sublayer, config, ctx)
 
 
 class TransformerLayer(nn.Module):
-    """Transformer layer of two sublayers f (attention, and an MLP or experts), or of a single sublayer.
+    """Transformer layer. It has two sublayers, attention and an MLP or experts, or only one of them.
 
-    Each sublayer adds dropout(post(f(pre(x)))) to the residual stream x. The functions pre and post are norms or
+    Each sublayer f adds dropout(post(f(pre(x)))) to the residual stream x. The functions pre and post are norms or
     identities, depending on `--norm-placement`. With `--norm-placement sum`, each sublayer instead replaces x with
     post(x + dropout(f(x))).
     """
@@ -90,14 +92,14 @@ class TransformerLayer(nn.Module):
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
         """Build the MLP of a layer without experts.
 
-        The MLP is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, s/tp
-        replaces s. A subclass may override this method to use another module.
+        A subclass may override this method to use a different module. The module is called with x [s, b, h] and the
+        context, and returns [s, b, h]. Under sequence parallelism, both shapes are [s/tp, b, h].
         """
         return MLP(name, config, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Run the layer: x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is
-        `config.residual_size`."""
+        """Run the layer: x [s, b, w] -> [s, b, w], or [s/tp, b, w] -> [s/tp, b, w] under sequence parallelism. The
+        width w is `config.residual_size`."""
         if self.norms_sums:
             return self._with_norms_of_sums(x, context)
         if self.shares_norm:
@@ -124,15 +126,14 @@ class TransformerLayer(nn.Module):
         return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
-        """Return the sum of the attention output and the MLP output. Attention and MLP have the same input, `normed`
-        [s, b, h]."""
+        """Run attention and the MLP on the same input `normed` [s, b, h], and return the sum of their outputs."""
         attended = self.post_attention_layernorm(self.self_attention(normed, context))
         mixed = self.post_mlp_layernorm(self.mlp(normed, context))
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))
 
     def _of_norm(self, norm: nn.Module, x: Tensor, sublayer: Callable[..., Tensor], context: BatchContext) -> Tensor:
-        """Compute sublayer(norm(x)). With --recompute-modules layernorm, the backward pass recomputes the output of the
-        norm, which is not saved."""
+        """Compute sublayer(norm(x)). With --recompute-modules layernorm, the output of the norm is not saved, and the
+        backward pass recomputes it."""
         if self.recompute_norms and self.training:
             return with_input_recomputed(norm, x, sublayer, context)
         return sublayer(norm(x), context)

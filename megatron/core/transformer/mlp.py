@@ -1,4 +1,5 @@
-"""MLP of a layer: a column-parallel linear layer, an activation function, and a row-parallel linear layer."""
+"""MLP of a transformer layer. It consists of a column-parallel linear layer, an activation function, and a row-parallel
+linear layer."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ class MLP(nn.Module):
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
-        """Run the MLP: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
+        """Run the MLP: x [s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] under sequence parallelism.
 
-        If `addend` [s, b, h] is given, it is added to the result. The last linear layer must have `takes_addend`.
+        If `addend` [s, b, h] is given, it is added to the result. Pass it only if `linear_fc2.takes_addend()` returns
+        True.
         """
         return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 
@@ -51,8 +53,8 @@ class MLP(nn.Module):
 
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
-    """Return the linear layers `linear_fc1` and `linear_fc2`. If the MLP is gated, `linear_fc1` stacks gate and up as
-    [2, ffn, h], each sharded over the ranks."""
+    """Return the specifications of the linear layers `linear_fc1` and `linear_fc2`. If the MLP is gated, the weight of
+    `linear_fc1` has the shape [2, ffn, h], stacks the gate and the up projection, and is sharded along ffn."""
     hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
     fused = Fused("gate_up", 0, (1, 1)) if config.gated else None
@@ -63,7 +65,7 @@ def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnL
 
 
 class SharedExpert(MLP):
-    """MLP of a mixture-of-experts layer that processes every token."""
+    """Shared expert of a mixture-of-experts layer, that is, an MLP that processes every token."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx, ffn_size=config.moe_shared_expert_intermediate_size)

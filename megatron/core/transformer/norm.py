@@ -17,14 +17,15 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
 
 HEAD_NORM_PARTIAL_OVER = ("tp",)
-"""Value of `ParamMeta.partial_over` for a norm weight that all attention heads share.
+"""Value of `ParamMeta.partial_over` for a norm weight that is shared by all attention heads.
 
-A rank holds only some of the heads, so the gradient on the rank is a partial sum, with or without sequence parallelism.
+Each rank holds only some of the heads, so its gradient is a partial sum, with and without sequence parallelism.
 """
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalized in fp32."""
+    """Layer normalization over the last dim: (x - mean) / sqrt(var + eps) * weight + bias. 16-bit inputs are normalized
+    in fp32."""
 
     has_bias = True
 
@@ -50,7 +51,8 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467). 16-bit inputs are normalized in fp32."""
+    """RMS normalization over the last dim (arXiv:1910.07467): x / sqrt(mean(x^2) + eps) * weight. 16-bit inputs are
+    normalized in fp32."""
 
     has_bias = False
 
@@ -63,9 +65,9 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Return the `ParamMeta` of the weight of a query or key norm whose weight is not shared by the heads. The shape is
-    [heads * channels] for one norm over the channels of all heads, or [heads, channels] for a separate norm in each
-    head. Heads are sharded.
+    """Return the `ParamMeta` of the weight of a query or key norm in which each head has its own weights. The shape is
+    [heads * channels] if one norm covers the channels of all heads, or [heads, channels] if each head is normalized
+    separately. The weight is sharded by heads.
     """
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
@@ -73,8 +75,8 @@ def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMe
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all heads together. The heads are sharded over tensor-parallel ranks. The norm is
-    computed in fp32 for 16-bit inputs."""
+    """RMS normalization over the channels of all heads together. The heads are sharded over the tensor-parallel ranks.
+    16-bit inputs are normalized in fp32."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -88,7 +90,8 @@ class WideRMSNorm(nn.Module):
         """Normalize the heads of x: [s, b, heads/tp, d] -> [s, b, heads/tp, d]."""
         wide = x.float() if x.itemsize == 2 else x
         squares = wide.square().sum((-1, -2), keepdim=True)
-        # Every rank uses the sum of squares over all ranks, so the gradient of this sum must also be summed over ranks.
+        # Every rank uses the sum of squares over all ranks, so the backward pass must sum the gradient of this sum over
+        # all ranks.
         squares = copy_to(reduce_from(squares, self.tp), self.tp)
         weight = self.weight.to(wide.dtype).view(x.shape[-2:])
         weight = weight + 1 if self.one_plus else weight
@@ -96,8 +99,8 @@ class WideRMSNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """Norm over the channels of each head, with a separate weight for each head. The norm is computed in fp32 for
-    16-bit inputs."""
+    """Norm over the channels of each head, with separate weights for each head. 16-bit inputs are normalized in
+    fp32."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -114,7 +117,8 @@ class NormOfEachHead(nn.Module):
 
 
 class L2Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) over the last dim, without weights. 16-bit inputs are normalized in fp32."""
+    """RMS normalization over the last dim without weights: x / sqrt(mean(x^2) + eps). 16-bit inputs are normalized in
+    fp32."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -129,11 +133,11 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 
 
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
-    """Return the query norm and the key norm, whose inputs are [s, b, heads/tp, d]. If the layer has no such norms,
-    both are `nn.Identity`.
+    """Return the query norm and the key norm of an attention layer. Their inputs have the shape [s, b, heads/tp, d]. If
+    the layer has no query and key norms, the function returns two `nn.Identity` modules.
 
-    The norms run before the rotary embedding; with --qk-layernorm-after-rotary, they run after it. With --qk-l2-norm,
-    the order does not affect the result.
+    The caller applies the norms before the rotary embedding, or after it with --qk-layernorm-after-rotary. With
+    --qk-l2-norm, the order does not affect the result.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)
@@ -150,8 +154,8 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
 
 
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x, 1 + weight) for --apply-layernorm-1p, in fp32 for 16-bit x, because adding 1 in 16 bits would lose
-    small weights."""
+    """Return x and 1 + weight for --apply-layernorm-1p. If x is a 16-bit tensor, both are converted to fp32, because
+    small weights would be lost if 1 were added in 16 bits."""
     wide = x.float() if x.itemsize == 2 else x
     return wide, weight.to(wide.dtype) + 1
 
@@ -159,16 +163,16 @@ def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def build_norm(
     name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...] | None = None
 ) -> nn.Module:
-    """Build the model's norm over `size` channels.
+    """Build a norm over `size` channels, of the kind that `config.normalization` selects.
 
-    The default value of `partial_over` suits norms of hidden states between linear layers (`sequence_partial`).
+    By default, `partial_over` is the value for norms of hidden states (see `sequence_partial`).
 
     Args:
         name: Prefix of the parameter names.
         size: Number of channels.
         config: The model.
         ctx: Tensor-parallel context of the layer that contains the norm.
-        partial_over: Axes of ranks that each hold a partial sum of the weight gradient, as in `ParamMeta.partial_over`.
+        partial_over: Axes over whose ranks the weight gradient must be summed, as in `ParamMeta.partial_over`.
     """
     partial_over = sequence_partial(ctx.sequence_parallel) if partial_over is None else partial_over
     return NORMALIZATIONS.build(config.normalization, name, size, config, ctx, partial_over)

@@ -1,6 +1,6 @@
-"""Activation recomputation: activations are recomputed in the backward pass instead of being saved. Recomputed
-activations are bit-identical to the discarded ones. Random numbers need no special handling, because dropout masks are
-functions of the batch.
+"""Activation recomputation: activations are recomputed in the backward pass instead of being saved. The recomputed
+activations are bit-identical to the original ones. The state of the random number generators need not be restored,
+because dropout masks are functions of the batch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 Results = Tensor | Iterable[Tensor]
 Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
-"""Type of the input of a recomputed function: a tensor, or a tuple or NamedTuple of tensors."""
+"""Type of the input of a recomputed function. The input is a tensor, or a tuple or NamedTuple of tensors."""
 
 
 def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """Call function(*args) and save only the arguments. The whole function runs again when its backward pass starts."""
+    """Return function(*args), and save only the arguments for the backward pass. The function runs again when its
+    backward pass starts."""
     contexts = lambda: (nothing_saved(), again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class _Running(threading.local):
-    """Depth of nested recomputations in this thread. The depth is thread-local, because interleaved passes of two
-    micro-batches run in separate threads."""
+    """Number of nested recomputations that the calling thread is running. The number is thread-local, because
+    interleaved passes of two micro-batches run in separate threads."""
 
     depth = 0
 
@@ -46,7 +47,7 @@ _running = _Running()
 
 @contextmanager
 def again() -> Iterator[None]:
-    """Context manager that marks the code in its body as a recomputation for a backward pass."""
+    """Context manager that marks the code within the block as a recomputation."""
     _running.depth += 1
     try:
         yield
@@ -55,12 +56,12 @@ def again() -> Iterator[None]:
 
 
 def computing_again() -> bool:
-    """Return True if the calling code runs as a recomputation for a backward pass."""
+    """Return True if the calling code is running as part of a recomputation."""
     return _running.depth > 0
 
 
 class _View(NamedTuple):
-    """Object that the autograd graph holds in place of a view of a freed tensor."""
+    """Object that the autograd graph holds in place of a view of a tensor that is recomputed."""
 
     number: int
     size: torch.Size
@@ -69,11 +70,12 @@ class _View(NamedTuple):
 
 
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
-    """Compute consume(produce(x), *args), and save x instead of produce(x), which may be one tensor or several.
+    """Return consume(produce(x), *args), and save x instead of produce(x) for the backward pass. `produce` may return
+    one or several tensors.
 
-    Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
-    activation function. When the backward pass of `consume` needs a result of `produce` that is no longer in memory,
-    only `produce` runs again. If `produce` returns several tensors, they must not share memory.
+    Use this function if `produce` is cheap and x is saved anyway, for example if `produce` is a norm or an activation
+    function. When the backward pass of `consume` needs a result of `produce` that is no longer in memory, only
+    `produce` runs again. If `produce` returns several tensors, they must not share memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
@@ -85,17 +87,18 @@ def with_recomputed(
     consume: Callable[..., T],
     *args: object,
 ) -> T:
-    """Compute consume(*results, *args) without saving the results. The backward pass calls produce(x) again.
+    """Return consume(*results, *args), and save x instead of `results` for the backward pass. The backward pass calls
+    produce(x) to recompute the results.
 
     Args:
-        results: Results of produce(x).
-        produce: Function of x that computes `results` again.
+        results: Results of an earlier call of produce(x).
+        produce: Function that computes `results` from x.
         x: Input of `produce`, which is saved for the backward pass.
-        consume: Function that receives the results, followed by `args`.
+        consume: Function that is called with the results, followed by `args`.
     """
     inputs = tuple(packed(part) for part in _tuple(x))
     joined = _joiner(x)
-    del x  # do not keep x alive, because its memory may be offloaded
+    del x  # x must not be kept alive, because it may be offloaded
     dropped = {(storage_id(y), y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 
@@ -121,7 +124,7 @@ def with_recomputed(
 
 
 def _joiner(x: Tensor | tuple[Tensor, ...]) -> Callable[[Sequence[Tensor]], Any]:
-    """Return a function that rebuilds a value with the structure of `x` (a tensor, a tuple or a NamedTuple) from its
+    """Return a function that builds a value of the same type as `x` (a tensor, a tuple or a NamedTuple) from a list of
     tensors."""
     if isinstance(x, Tensor):
         return itemgetter(0)
@@ -134,21 +137,22 @@ def _tuple(results: Results) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A single layer of a stage, or consecutive layers that the backward pass recomputes together. The field `layers`
-    contains positions of layers within the stage."""
+    """A single layer of a stage, or several consecutive layers that the backward pass recomputes together. `layers`
+    contains the positions of the layers within the stage."""
 
     layers: range
     recompute: bool = False
     offload: bool = False
-    """True if the tensors saved for the backward pass are offloaded to host memory."""
+    """True if the tensors that the segment saves for the backward pass are offloaded to host memory."""
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
-    """Divide the layers of a stage into the segments that the backward pass recomputes as a whole. A segment that
-    starts in one of the first `offloaded` layers offloads its activations.
+    """Divide the layers of a stage into segments. The backward pass recomputes a segment as a whole, or not at all. If
+    a segment starts with one of the first `offloaded` layers, its activations are offloaded.
 
-    The method "uniform" saves only the input of each group of `recompute_num_layers` layers. The method "block" saves
-    only the inputs of the first `recompute_num_layers` layers, but all activations of the other layers.
+    With the recompute method "uniform", only the input of each group of `recompute_num_layers` layers is saved. With
+    the method "block", only the inputs of the first `recompute_num_layers` layers are saved, but all activations of the
+    other layers.
     """
     count, full = config.recompute_num_layers or 1, config.recompute_granularity == "full"
     groups = full and config.recompute_method != "block"

@@ -1,8 +1,8 @@
-"""Rotary position embedding (arXiv:2104.09864). The embedding rotates pairs of channels. The two channels of a pair are
-half a head apart, or neighbours.
+"""Rotary position embedding (arXiv:2104.09864), which rotates pairs of channels. The two channels of a pair are either
+adjacent, or rotary_dim / 2 channels apart.
 
-Frequencies can be scaled as in Llama 3.1 or by YaRN, or computed for a wider head. Position interpolation is also
-supported.
+The frequencies can be scaled as in Llama 3.1 or YaRN, or computed as if the whole head were rotated (--rope-type
+proportional). Position interpolation is also supported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return the frequencies of channel pairs in radians per position, [rotary_dim / 2] fp32. With --rope-type
-    proportional, the result includes pairs that are not rotated, with the frequency 0.
+    """Return the frequency of each channel pair in radians per position, [rotary_dim / 2] fp32. With --rope-type
+    proportional, the result includes the pairs that are not rotated, which have the frequency 0.
 
-    Interpolation divides positions (arXiv:2306.15595, section 2.3), which is equivalent to dividing frequencies.
+    Position interpolation divides the positions by a factor (arXiv:2306.15595, section 2.3). This function divides the
+    frequencies by the factor, which is equivalent.
     """
     channels = config.rotated_channels(rotation)
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
@@ -38,8 +39,8 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return the frequencies of all channel pairs of a head, spaced as if the whole head were rotated, but 0 for pairs
-    that are not rotated."""
+    """Return the frequencies of all channel pairs of a head. The frequencies are computed as if the whole head were
+    rotated, and are then set to 0 for the pairs that are not rotated."""
     channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
@@ -50,13 +51,13 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
-    The bounds of the interpolated range are rounded to whole channel pairs, as in most published models, unless
-    --no-yarn-correction-range-round-to-int is given.
+    As in most published models, the bounds of the interpolated range are rounded to whole channel pairs.
+    --no-yarn-correction-range-round-to-int disables this rounding.
     """
 
     def pair(rotations: float) -> float:
-        """Return the index, which may be a fraction, of the channel pair that makes `rotations` rotations within the
-        original context length."""
+        """Return the fractional index of the channel pair that makes `rotations` rotations within the original context
+        length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return channels * math.log(wavelengths) / (2 * math.log(base))
 
@@ -72,8 +73,9 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between.
 
-    The boundaries between low and high frequencies are given as wavelengths, relative to the original training context
-    length.
+    This is the scaling of Llama 3.1. Frequencies are low or high depending on the ratio of the original context length
+    to their wavelength: below `rope_scaling_low_freq_factor`, they are low, and above `rope_scaling_high_freq_factor`,
+    they are high.
     """
     original = config.rope_scaling_original_max_position_embeddings
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
@@ -86,9 +88,10 @@ def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor
 
 
 class RotaryEmbedding:
-    """Tables of the cosines and sines of position * frequency, multiplied by YaRN's factor.
+    """Rotary embedding that computes the cosines and sines of the angles position * frequency. With YaRN, they are also
+    multiplied by the YaRN attention factor.
 
-    Angles are always fp32, because published models are trained and run with fp32 angles.
+    The angles are always computed in fp32, as in the training and inference of published models.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation) -> None:
@@ -97,8 +100,8 @@ class RotaryEmbedding:
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the sines at the given positions: positions [s] or [b, s] -> two tensors [s, 1 or b,
-        1, rotary_dim / 2], which are broadcast over heads."""
+        """Return the cosines and the sines for the given positions: positions [s] or [b, s] -> two tensors [s, 1 or b,
+        1, rotary_dim / 2]. The dim of size 1 is broadcast over the heads."""
         positions = positions[None] if positions.ndim == 1 else positions
         angles = positions.t()[:, :, None].float() * self.frequencies  # angles [s, 1 or b, rotary_dim / 2]
         cos, sin = ((table * self.mscale).to(self.dtype).unsqueeze(2) for table in (angles.cos(), angles.sin()))
@@ -106,8 +109,9 @@ class RotaryEmbedding:
 
 
 def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
-    """Compute the factors by which queries are multiplied: positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32. The
-    factors keep attention without rotary embedding sharp over long contexts (--attention-temperature-coeff).
+    """Compute the factors by which queries are multiplied (--attention-temperature-coeff): positions [s] or [b, s] ->
+    fp32 tensor [s, 1 or b, 1, 1]. The factors grow with the position, so that attention without rotary embedding stays
+    sharp over long contexts.
     """
     positions = positions[None] if positions.ndim == 1 else positions
     first = 0 if config.attention_temperature_everywhere else 1
@@ -116,18 +120,18 @@ def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
 
 
 def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
-    """Multiply q [s, b, heads, d] by `scales`, the result of `query_scales`."""
+    """Multiply the queries q [s, b, heads, d] by `scales`, which is the result of `query_scales`."""
     return (q * scales).to(q.dtype)
 
 
 def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the rotary embedding to queries and keys. `cos` and `sin` contain the cosines and sines of the angles at
-    the tokens' positions."""
+    """Rotate queries and keys in pairs of channels i and i + rotary_dim / 2. `cos` and `sin` are the results of
+    `RotaryEmbedding` for the tokens' positions."""
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
 
 def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys in pairs of adjacent channels."""
+    """Rotate queries and keys in pairs of adjacent channels 2i and 2i + 1."""
     return apply_rotary_interleaved(q, cos, sin), apply_rotary_interleaved(k, cos, sin)
 
 

@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries (arXiv:2305.13245), whose query groups are sharded over the tensor-parallel
+"""Self-attention with grouped queries (arXiv:2305.13245). The query groups are sharded over the tensor-parallel
 ranks."""
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from megatron.core.transformer.rotary import (
 )
 
 Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""Queries [s, b, heads, d], output gates [s, b, heads * d] or None, keys and values [s, b, groups, d]."""
+"""Queries [s, b, heads, d], output gates [s, b, heads * d] or None, keys [s, b, groups, d], and values [s, b, groups,
+d]."""
 
 
 class SelfAttention(nn.Module):
-    """Projection to queries, keys and values, optional head norms, positions, core attention, and output projection.
+    """Self-attention sublayer. It consists of the projection to queries, keys and values, optional query and key norms,
+    the rotary embedding, core attention, and the output projection.
 
-    The weight of linear_qkv is [groups, q_per_group + 2, head_dim, h]: for each group, the query heads, then the key,
-    then the value. With --attention-output-gate, the gates follow the query heads. If query and value heads differ in
-    width, linear_qkv is [groups, rows per group, h].
+    The weight of linear_qkv has the shape [groups, q_per_group + 2, head_dim, h]. For each group, it contains the query
+    heads, the key head and the value head, in this order. With --attention-output-gate, the output gates follow the
+    query heads. If query and value heads differ in width, the weight has the shape [groups, rows per group, h].
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -59,15 +61,16 @@ class SelfAttention(nn.Module):
         self.linear_proj = row_parallel(proj, ctx)
 
     def linears(self, name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-        """Return the linear layers `linear_qkv` and `linear_proj`. Subclasses with other rows per head override this
-        method and `split`."""
+        """Return the specifications of the linear layers `linear_qkv` and `linear_proj`. A subclass whose linear_qkv
+        has different rows overrides this method and `split`."""
         return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """Run the attention sublayer: x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context
-        parallelism divides s by cp.
+        """Run the attention sublayer: x [s, b, h] -> [s, b, h]. s is the number of tokens on this rank, that is, the
+        sequence length divided by cp, and also divided by tp under sequence parallelism.
 
-        If `addend` [s, b, h] is given, it is added to the result. The last linear layer must have `takes_addend`.
+        If `addend` [s, b, h] is given, it is added to the result. Pass it only if `linear_proj.takes_addend()` returns
+        True.
         """
         q, gate, k, v = self._project(x, context)
         v = v if self.value_scale == 1 else v * self.value_scale
@@ -85,12 +88,12 @@ class SelfAttention(nn.Module):
         return self.linear_proj(out if gate is None else self.gated(out, gate, self.gate_function), addend=addend)
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return the rows of linear_qkv: queries, gates, keys and values."""
+        """Return a description of the rows of linear_qkv, which belong to queries, gates, keys and values."""
         kinds = RowKind.QUERY, RowKind.OTHER, RowKind.KEY, RowKind.OTHER
         return (HeadRows(self.linear_qkv, self.head_counts[0], tuple(zip(kinds, self.group_rows, strict=True))),)
 
     def split(self, qkv: Tensor) -> Heads:
-        """Split the output of linear_qkv into heads, before norms and positions."""
+        """Split the output of linear_qkv into heads. The norms and the rotary embedding are applied after the split."""
         q, gate, k, v = qkv.unflatten(-1, (-1, sum(self.group_rows))).split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
         return q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3), gate, k, v
@@ -107,10 +110,11 @@ class SelfAttention(nn.Module):
 
 
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-    """Return linear_qkv [groups, heads, channels, h], or [groups, rows, h] if head widths differ, and linear_proj.
+    """Return the specifications of linear_qkv and linear_proj. The weight of linear_qkv has the shape [groups, heads,
+    channels, h], or [groups, rows, h] if query and value heads differ in width.
 
-    The rows of linear_qkv for a query group are the query heads of the group, their output gates if there are any, the
-    key and the value.
+    For each query group, the rows of linear_qkv are the query heads of the group, the output gates of these heads if
+    the layer has gates, the key head and the value head.
     """
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias
@@ -125,14 +129,14 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
 
 
 def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply the attention output x [s, b, heads * d] by gates, which are `function` applied to `gate` [s, b, heads *
-    d]."""
+    """Multiply the attention output x [s, b, heads * d] by the output gates. The gates are the result of applying the
+    function named `function` to `gate` [s, b, heads * d]."""
     return x * GATES[function](gate)
 
 
 def head_wise_gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply each head of the attention output x [s, b, heads * d] by its gate. The gates are `function` applied to
-    `gate` [s, b, heads]."""
+    """Multiply each head of the attention output x [s, b, heads * d] by the head's gate. The gates are the result of
+    applying the function named `function` to `gate` [s, b, heads]."""
     return (x.unflatten(-1, (gate.shape[-1], -1)) * GATES[function](gate).unsqueeze(-1)).flatten(2)
 
 
