@@ -268,8 +268,8 @@ def in_steps(x: Tensor, steps: int) -> Tensor:
 
 
 def at_step(x: Tensor, step: int, steps: int) -> Tensor:
-    """Expand each token of x [s, ...] to `steps` rows, [s * steps, ...]. Row `step` of a token contains its value, and
-    its other rows are zero."""
+    """Expand each token of x [s, ...] to `steps` rows, [s * steps, ...]. Row `step` of a token contains the value of
+    the token, and the other rows of the token are zero."""
     if steps == 1:
         return x
     zeros = torch.zeros_like(x)
@@ -277,7 +277,8 @@ def at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
-    """Convert the positions at which documents begin from tokens to rows. Each token has `steps` rows."""
+    """Convert the positions at which documents begin from token positions to row positions. Each token has `steps`
+    rows."""
     return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 
@@ -285,18 +286,19 @@ def short_convolution(
     x: Tensor, weight: Tensor, number: Tensor | None = None, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Apply a depthwise causal convolution that does not cross document borders: y_t = sum_j weight_j x_{t - taps + 1 +
-    j}. 16-bit inputs are computed in fp32.
+    j}. For 16-bit inputs, the sums are computed in fp32.
 
     Args:
         x: [s, b, n, c], inputs.
         weight: [n, c, taps].
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
-            document of `before`; None if there is only one document. The convolution reads zeros in place of tokens
-            from other documents.
+            document of `before`; None if there is only one document. The convolution replaces tokens of other documents
+            with zeros.
         before: [taps - 1, b, n, c], inputs before x; None for zeros.
 
     Returns:
-        The outputs [s, b, n, c], and the last taps - 1 inputs, to be passed as `before` for the tokens that follow.
+        The outputs [s, b, n, c], and the last taps - 1 inputs. To continue the sequence, pass these inputs as `before`
+        in the next call.
     """
     taps = weight.shape[-1]
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -314,12 +316,12 @@ def short_convolution(
 
 
 L2_EPSILON = 1e-6
-"""Epsilon that is added to the squared norm when queries and keys are normalized."""
+"""Epsilon that is added to the squared L2 norm of queries and keys before they are divided by the norm."""
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm to the output of each head, and multiply the result by the SiLU of the head's gate. 16-bit inputs
-    are computed in fp32.
+    """Apply RMSNorm to the output of each head, and multiply the result by the SiLU of the head's gate. For 16-bit
+    inputs, intermediate results are fp32.
 
     Args:
         x: [s, b, heads, dv], head outputs.

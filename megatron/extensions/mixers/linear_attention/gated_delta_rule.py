@@ -1,8 +1,8 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), step by step and in chunks.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), computed token by token and in chunks.
 
-Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state first decays. The value
-that the state stores for the token's key is then moved towards the token's value by the fraction beta. Finally, the
-state is multiplied by the token's query to compute the output:
+Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state is first multiplied by the
+token's decay. The value that the state stores for the token's key is then moved towards the token's value by the
+fraction beta. Finally, the output is the product of the state and the token's query:
 
     state:   S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ
     output:  o_t = S_tᵀ q_t / sqrt(dk)
@@ -14,23 +14,23 @@ S with
 
     A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
 
-Only the states pass from one chunk to the next. At the first token of a document, the state is reset: every decay
-factor that spans this reset is 0.
+Only the state is passed from one chunk to the next. The state is reset at the first token of each document: every decay
+factor between tokens of different documents is 0.
 
 Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk]. In this case, the
-matrix A and the scores of queries are sums over channels in which each channel is multiplied by its own decay
-(`channel_products`).
+matrix A and the scores of queries and keys are sums over channels, and each term is multiplied by the decay of the
+channel (`channel_products`).
 
 Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The value heads that share a key
 head are adjacent.
 
-16-bit operands are computed in fp32. Three products of bf16 operands are exceptions: they are multiplied in bf16 and
-summed in fp32. The first exception is the product of keys or queries with keys, whose operands are not rounded. The
-other two exceptions are the two terms of the output: Q S, the contribution of the state before the chunk, and (Q Kᵀ *
-D) (U - W S), the contribution of the chunk's tokens. Each of the four operands of these two products has a relative
-rounding error of u = 2^-8, so the error of an output is at most (2 u + u^2) (|Q|
-|S| + |Q Kᵀ * D| |U - W S|), in addition to fp32 rounding. The states and the values that tokens write to them are kept
-in fp32, because rounding errors would accumulate from chunk to chunk.
+For 16-bit operands, everything is computed in fp32, except for three matrix products of bf16 operands. These products
+are multiplied in bf16 and summed in fp32. The first is the product of keys or queries with keys, whose operands are
+bf16 already and are not rounded. The other two are the terms of the output: Q S, the contribution of the state before
+the chunk, and (Q Kᵀ * D) (U - W S), the contribution of the chunk's tokens. The four operands of these two products are
+rounded to bf16 with a relative error of u = 2^-8. In addition to fp32 rounding, the error of an output is therefore at
+most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|). The states, and the values that tokens write to the states, are
+stored in fp32, because rounding errors would accumulate from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ CHUNK sequential steps."""
 
 
 class Chunks(NamedTuple):
-    """Division of a sequence into chunks, which are computed one after another."""
+    """Settings for the division of a sequence into chunks, which are computed one after another."""
 
     tokens: int
     """Tokens per chunk."""
 
     hardware: Hardware = HARDWARE
-    """Settings that determine whether regions are compiled and how the loop over chunks runs."""
+    """Settings that determine whether functions are compiled and how the loop over chunks runs."""
 
 
 CHUNKS = Chunks(CHUNK)
@@ -72,8 +72,8 @@ CHUNKS = Chunks(CHUNK)
 def gated_delta_steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the gated delta rule token by token. This function is used for a few tokens, and as a reference for
-    `gated_delta_chunks`. Arguments and results are the same as for `gated_delta_chunks`."""
+    """Apply the gated delta rule token by token. The function is used if there are only a few tokens, and as a
+    reference for `gated_delta_chunks`. The arguments and results are the same as for `gated_delta_chunks`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     repeats = v.shape[2] // k.shape[2]
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
@@ -107,7 +107,7 @@ def gated_delta_chunks(
         q: [s, b, key heads, dk], queries.
         k: [s, b, key heads, dk], keys.
         v: [s, b, heads, dv], values.
-        g: [s, b, heads], logarithms of decays; [s, b, heads, dk] for a decay per channel.
+        g: [s, b, heads], logarithms of decays; [s, b, heads, dk] if each channel has a separate decay.
         beta: [s, b, heads], write strengths.
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
@@ -146,8 +146,8 @@ def gated_delta_chunks(
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Scale the queries, and divide all operands into chunks as described in `in_chunks`. bf16 queries and keys are not
-    converted to fp32."""
+    """Scale the queries, and divide all operands into chunks as `in_chunks` describes. bf16 queries and keys stay bf16;
+    all other operands are converted to fp32 or fp64."""
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     own = q.dtype if q.dtype == torch.bfloat16 else wide
     operands, dtypes = (q * q.shape[-1] ** -0.5, k, v, g, beta), (own, own, wide, wide, wide)
@@ -155,9 +155,9 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Return four tensors: diag(beta) V; diag(beta exp(G)) K; the keys, multiplied by their decay until the end of the
-    chunk; and the queries, multiplied by the decay since the start of the chunk. The caller multiplies the first two by
-    T."""
+    """Return four tensors: diag(beta) V; diag(beta exp(G)) K; the keys, multiplied by the decay from each token to the
+    end of the chunk; and the queries, multiplied by the decay from the start of the chunk to each token. The caller
+    multiplies the first two tensors by T."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
@@ -168,7 +168,7 @@ def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
         x: [s, b, n, d] or [s, b, n], tensor to divide into chunks.
         dtype: Dtype of the result.
         chunk: Tokens per chunk.
-        groups: Number of groups into which dimension 2 of `x`, whose size is n, is divided.
+        groups: Number of groups into which dimension 2 of `x` is divided.
 
     Returns:
         A contiguous tensor [chunks, b, groups, n / groups, chunk, d or 1].
@@ -190,9 +190,8 @@ def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute decays within chunks from the log decays g [..., chunk] and the document indices `number` [..., 1 +
-    chunk]. Return three tensors. The first, [..., i], is the sum of g up to token i. The second, [..., i, 1], is the
-    decay from the state before the chunk to token i. The third, [..., i, 1], is the decay from token i to the end of
-    the chunk."""
+    chunk]. Return three tensors for the tokens i of each chunk: the sums [..., i] of g up to token i, the decays [...,
+    i, 1] from the start of the chunk to token i, and the decays [..., i, 1] from token i to the end of the chunk."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
     total = g @ earlier  # a cumulative sum as a matrix product, because torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
@@ -203,9 +202,9 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
-    """Multiply the products P_ij of tokens i and j by exp(G_i - G_j), the decay from token j to token i, and return the
-    result [..., i, j]. The result is 0 for j > i and for tokens of different documents. `total` [..., i] is G, the
-    first result of `decays`. `number` is the same argument as for `decays`."""
+    """Multiply `products` [..., i, j] by exp(G_i - G_j), the decay from token j to token i. The result [..., i, j] is 0
+    for j > i, and for tokens i and j of different documents. `total` [..., i] contains G, the first result of `decays`.
+    `number` contains the document indices, as for `decays`."""
     out: Tensor = _Decayed.apply(products, total, number)
     return out
 
@@ -241,32 +240,31 @@ class _Decayed(torch.autograd.Function):
 
 
 BLOCK = 16
-"""Number of tokens per block. `channel_products`, which is used if each channel has its own decay, divides chunks into
-blocks."""
+"""Number of tokens per block into which `channel_products` divides a chunk."""
 
 
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
     """Compute the products of keys and queries with keys within each chunk, and the decays. This function is used if
-    each channel has its own decay.
+    each channel has a separate decay.
 
     Chunks are divided into blocks of `BLOCK` tokens. The products between tokens of different blocks are computed by
-    matrix products. For this purpose, the decay from token j to token i is divided into two factors: from token j to
-    the first token in the block of token i, and from there to token i. Neither factor exceeds 1.
+    matrix products. For this purpose, the decay from token j to token i is written as the product of two factors: the
+    decay from token j to the first token in the block of token i, and the decay from this first token to token i.
+    Neither factor exceeds 1.
 
     Args:
         q: [..., chunk, dk], queries.
         k: [..., chunk, dk], keys.
         g: [..., chunk, dk], logarithms of decays.
-        number: [..., 1 + chunk], as `numbers_in_chunks` returns it; None if there is only one document.
-        compiled: Whether to compile the computation of blocks.
+        number: [..., 1 + chunk], document indices that `numbers_in_chunks` returns; None if there is only one document.
+        compiled: Whether to compile the function that computes a block.
 
     Returns:
-        Four tensors. The first two, [..., i, j], are the products of keys with keys and of queries with keys; in these
-            products, each channel is multiplied by its decay from token j to token i. The last two, [..., i, dk],
-            contain decays for each channel: from the state before the chunk to token i, and from token i to the end of
-            the chunk.
+        Four tensors: the products [..., i, j] of keys with keys, the products [..., i, j] of queries with keys, the
+            decays [..., i, dk] from the start of the chunk to token i, and the decays [..., i, dk] from token i to the
+            end of the chunk. In the products, each channel is multiplied by its decay from token j to token i.
     """
     chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
     total = earlier @ g
@@ -287,10 +285,10 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors for the block of `BLOCK` tokens that begins at `start`. The first, [2, ..., i, j], contains
-    the products of the block's keys with its keys and of its queries with its keys. The second, [..., j, dk], contains
-    the keys of earlier blocks, multiplied by their decay until the first token of this block. The third, [2, ..., i,
-    dk], contains the keys and queries of the block, multiplied by the decay since the first token of the block."""
+    """Return three tensors for the block of `BLOCK` tokens that begins at `start`: [2, ..., i, j], the products of the
+    block's keys with the block's keys, and of the block's queries with the block's keys; [..., j, dk], the keys of
+    earlier blocks, multiplied by the decay from their token to the first token of this block; [2, ..., i, dk], the keys
+    and queries of this block, multiplied by the decay from the first token of this block to their token."""
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]
     later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)
@@ -306,12 +304,12 @@ class ScanContext(AutogradContext):
 
 class _Scan(torch.autograd.Function):
     """Autograd function of the recurrence N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c over chunks c. Return three
-    tensors: the written values N_c of all chunks, the states S_c before all chunks, and the state after the last
+    tensors: the values N_c that all chunks write, the states S_c before each chunk, and the state after the last
     chunk."""
 
-    # `written` is U [chunks, n, chunk, dv]. `read` is W and `keys` is K, both [chunks, n, chunk, dk]. `carried` is r
-    # [chunks, n, 1 or dk, 1]. `state` is the initial state S_0 [n, dk, dv]. The written values are returned as [chunks,
-    # n, chunk, dv], the states before all chunks as [chunks, n, dk, dv], and the final state as [n, dk, dv].
+    # Arguments: `written` [chunks, n, chunk, dv] is U, `read` [chunks, n, chunk, dk] is W, `keys` [chunks, n, chunk,
+    # dk] is K, `carried` [chunks, n, 1 or dk, 1] is r, and `state` [n, dk, dv] is the initial state S_0. Results:
+    # values [chunks, n, chunk, dv], states before each chunk [chunks, n, dk, dv], and final state [n, dk, dv].
     @staticmethod
     def forward(
         ctx: ScanContext,
@@ -351,14 +349,14 @@ class _Scan(torch.autograd.Function):
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""Function that applies the gated delta rule: its arguments are (q, k, v, g, beta, documents), with the shapes in the
-docstring of this module, and its result is [s, b, heads, dv]."""
+"""Function that applies the gated delta rule to the arguments (q, k, v, g, beta, documents) and returns the outputs [s,
+b, heads, dv]. The docstring of this module defines the shapes of the arguments."""
 
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
-    """Return the gated delta rule, implemented with the kernels of the flash-linear-attention package. Return None if
-    the kernels cannot be used. The kernels require the package, a GPU and 16-bit operands, and cannot be used in
-    deterministic runs."""
+    """Return a function that computes the gated delta rule with the kernels of the flash-linear-attention package.
+    Return None if the package is not installed, `device` is not a GPU, `dtype` is not a 16-bit dtype, or the run is
+    deterministic."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

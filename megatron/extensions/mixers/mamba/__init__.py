@@ -4,5 +4,5 @@ Selected by the letter M of --hybrid-layer-pattern, or by --experimental-attenti
 have an MLP. Shape flags: --mamba-num-heads, --mamba-head-dim, --mamba-num-groups, --mamba-state-dim,
 --mamba-conv-kernel-dim and --mamba-chunk-size.
 
-Read `mamba2.py` first, which contains the module. The functions in `ssd.py` mix tokens.
+Read `mamba2.py` first, which contains the module. `ssd.py` computes the recurrence over tokens.
 """

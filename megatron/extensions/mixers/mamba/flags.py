@@ -1,4 +1,4 @@
-"""Flags, rules and registration of Mamba-2.
+"""Registers Mamba-2, and defines its flags and flag rules.
 
 This module does not import torch.
 """
@@ -24,8 +24,8 @@ GROUPS = "--mamba-num-groups"
 WIDTH = "--mamba-head-dim"
 TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPAND = 2
-"""Ratio of the inner width (the channels of all heads) to the hidden size. The ratio is used if --mamba-num-heads is
-not given."""
+"""Default ratio of the inner width (the channels of all heads) to the hidden size. It is used if --mamba-num-heads is
+not set."""
 
 
 NAME = "mamba2"
@@ -78,8 +78,8 @@ def num_heads(config: TransformerConfig) -> int:
 
 
 def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the channel counts that a layer projects for each group: gates, inputs x, B, C, and a step size dt for
-    each head."""
+    """Return the numbers of channels that are projected for each group, as a tuple of five: the gates, the inputs x, B,
+    C, and the step sizes dt (one per head)."""
     own = config.options(MambaFlags)
     heads = num_heads(config) // own.mamba_num_groups
     return heads * own.mamba_head_dim, heads * own.mamba_head_dim, own.mamba_state_dim, own.mamba_state_dim, heads
@@ -126,8 +126,8 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
-    """Check that the groups and heads of a tensor-parallel rank can be divided evenly between its context-parallel
-    ranks. Each rank holds either whole groups or a part of one group."""
+    """Check that the groups and heads of a tensor-parallel rank can be divided evenly between context-parallel ranks.
+    Each context-parallel rank has either whole groups or a part of one group."""
     each = f" / {TP} {tp}" if tp > 1 else ""
     if not divides(cp, groups) and not divides(groups, cp):
         rule = f"gives {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"

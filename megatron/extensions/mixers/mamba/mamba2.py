@@ -1,14 +1,14 @@
 """Mamba-2 (arXiv 2405.21060, section 7), as in Nemotron-H and Megatron-LM.
 
 One projection produces the gates, the inputs x, the vectors B and C, and the step sizes dt. A short convolution and
-SiLU are applied to x, B and C. The state-space model, a recurrence over tokens, computes the outputs, which are
-multiplied by the SiLU of the gates, normalized within each group of heads, and projected to hidden states. Groups,
-together with their heads, are sharded over the tensor-parallel ranks.
+SiLU are applied to x, B and C. The state-space model, a recurrence over tokens, computes the head outputs. These
+outputs are multiplied by the SiLU of the gates, normalized within each group of heads, and projected to hidden states.
+Groups, together with their heads, are sharded over the tensor-parallel ranks.
 
 Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks,
-sequence shards are exchanged for heads of a group, and several ranks receive the group's B and C. A second all-to-all
-restores the sequence shards of the outputs. Each rank convolves and scans whole sequences for its heads, so documents
-and chunks are the same as in one process. The gates stay sequence shards and are not exchanged.
+several ranks share a group: each of them receives a part of the group's heads, and the B and C of the group. A second
+all-to-all restores the sequence shards of the outputs. Each rank computes the convolution and the recurrence over whole
+sequences for its heads, so documents and chunks are the same as in a single process. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, n
 from megatron.extensions.mixers.mamba.ssd import operands_in_chunks, ssd_chunks, ssd_of_chunks, ssd_steps
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Operands x, dt, B and C of the function `ssd_chunks`."""
+"""Operands x, dt, B and C of the state-space model; see `ssd_chunks`."""
 
 OF_GROUP = (1, 2)
 """Positions of B and C in the sequence x, B, C, dt. All heads of a group share B and C."""
 
 
 STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
-"""Initial step sizes softplus(dt_bias) are log-uniform in this range."""
+"""Initialization of dt_bias. The initial step sizes softplus(dt_bias) are log-uniform between `low` and `high`."""
 
 
 class Mamba2(nn.Module):
-    """Mamba-2 mixer, which consists of a projection, a convolution, the state-space model, a gated norm, and an output
-    projection.
+    """Mamba-2 mixer: an input projection, a convolution, the state-space model, a gated norm, and an output projection.
 
-    The weight of in_proj is [groups, channels, h], ordered by group: all channels of the first group come first. See
-    `group_channels`. The backward pass recomputes the activations between the input projection and the gated norm."""
+    The weight of in_proj is [groups, channels, h]; `group_channels` describes the channels of each group. The backward
+    pass recomputes the activations between the input projection and the gated norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -74,20 +73,21 @@ class Mamba2(nn.Module):
         self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = channels
-        # Names and initial values match Megatron-LM. The convolution covers the channels of x, B and C of a
+        # Names and initial values match Megatron-LM. The convolution is applied to the channels of x, B and C of each
         # group.
         self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (*mixed, taps), ctx, role="convolution")
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", mixed, ctx, role="bias", init=within)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=STEPS)
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of the decay rate per unit of step size."""
+        """Logarithm of each head's decay rate per unit of step size, [heads]."""
         self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
-        """Factors D. The inputs x, multiplied by D, are added to the outputs of the state-space model."""
+        """Factors D [heads]. The inputs x, multiplied by D, are added to the outputs of the state-space model."""
         self.normed_first = own.mamba_norm_before_gate
         gain = (f"{name}.norm.weight", (width,), ctx)
         self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
-        # Neither projection has a bias. With Muon, --muon-scalar-optimizer updates in_proj, as in Megatron-LM.
+        # The projections have no biases. With Muon, the optimizer that --muon-scalar-optimizer selects updates in_proj,
+        # as in Megatron-LM.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, role="packed")
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False), ctx)
@@ -120,9 +120,9 @@ class Mamba2(nn.Module):
 
     def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
         """Divide the groups and channels of x [..., groups/tp, channels, ...] among context-parallel ranks. Dimension
-        dim of x contains the groups, and dimension dim + 1 contains the channels of x, B, C and optionally dt. Returns
-        a tensor with a new dimension for the ranks, [..., cp, groups/(tp*cp), channels, ...]. If there are more ranks
-        than groups, several ranks share a group, and the result is [..., cp, 1, channels of a rank, ...]."""
+        `dim` of x contains the groups, and dimension `dim + 1` contains the channels of x, B, C and optionally dt. The
+        result has a new dimension for the ranks, [..., cp, groups/(tp*cp), channels, ...]. If there are more ranks than
+        groups, several ranks share a group, and the result is [..., cp, 1, channels of a rank, ...]."""
         parts = self.cp.size // self.groups
         if parts <= 1:
             return x.unflatten(dim, (self.cp.size, -1))
@@ -145,8 +145,8 @@ class Mamba2(nn.Module):
         return (y if len(y) == len(mixed) else y[: len(mixed)]).flatten(2)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """Compute the head outputs of tokens that follow cached tokens, and update the cache. The cache contains the
-        state and the last inputs of the convolution. Padding does not change the state."""
+        """Compute the head outputs of the new tokens during generation, and update the cache. For each layer, the cache
+        contains the state and the last inputs of the convolution. Padding does not change the state."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (x, dt, B, C), last = self._operands(mixed, None, before)
@@ -162,25 +162,25 @@ class Mamba2(nn.Module):
         return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
-        """Compute the operands of the state-space model from the projected channels `mixed`. Returns these operands,
-        and the last inputs of the convolution."""
+        """Compute the operands of the state-space model from the projected channels `mixed`. Return the operands, and
+        the last inputs of the convolution."""
         widths, dt_bias = self._widths_and_bias()
         return self.prepare(mixed, *self._convolution(), dt_bias, widths, self.min_step, number, before)
 
     def _convolution(self) -> tuple[Tensor, Tensor]:
-        """Return the part of the convolution's weight and bias that this context-parallel rank uses."""
+        """Return the shards of the convolution's weight and bias for the channels of this context-parallel rank."""
         weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
         return weight, bias
 
     def _widths_and_bias(self) -> tuple[tuple[int, int, int], Tensor]:
-        """Return the channel counts of this context-parallel rank and its shard of the step size bias. The three
-        channel counts are those of x per group, of B per group, and of x per head."""
+        """Return three numbers of channels on this context-parallel rank, and the rank's shard of the step size bias.
+        The numbers are the channels of x per group, the channels of B per group, and the channels of x per head."""
         parts = max(1, self.cp.size // self.groups)
         widths = self.channels[0] // parts, self.channels[1], self.head_dim
         return widths, local_slice(self.dt_bias, self.cp)
 
     def _decay(self) -> Tensor:
-        """Return the negative decay rates a [heads/(tp*cp)] per unit of step size."""
+        """Return the decay rates per unit of step size as negative numbers, [heads/(tp*cp)]."""
         a_log = local_slice(self.a_log, self.cp)
         return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
@@ -200,16 +200,16 @@ def mamba_operands(
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
-    """Compute the operands of the state-space model, and the last inputs of the convolution.
+    """Return the operands of the state-space model, and the last inputs of the convolution.
 
-    dt is fp32 even if the other operands are 16-bit, because it is summed over tokens.
+    The step sizes dt are fp32 even if the other operands are 16-bit, because they are summed over tokens.
 
     Args:
-        mixed: [s, b, groups, channels], x, B, C and a dt for each head.
+        mixed: [s, b, groups, channels], projected x, B and C, and one dt per head.
         weight: [groups, channels of x, B and C, taps], weight of the convolution.
         bias: [groups, channels of x, B and C], bias of the convolution.
         dt_bias: [heads], bias of the step sizes.
-        widths: Three channel counts: for x per group, for B per group, and for x per head.
+        widths: Three numbers of channels: of x per group, of B per group, and of x per head.
         min_step: Lower bound of step sizes.
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, groups, channels of x, B and C], earlier inputs of the convolution; None for zeros.
@@ -232,8 +232,8 @@ def mamba_operands_in_chunks(prepared: tuple[Any, ...], decay: Tensor, chunk: in
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:
-    """Multiply y by the SiLU of the gates, and apply RMSNorm over the channels of each group. 16-bit inputs are
-    computed in fp32.
+    """Multiply y by the SiLU of the gates, and apply RMSNorm over the channels of each group. For 16-bit inputs,
+    intermediate results are fp32.
 
     Args:
         y: [s, b, groups * c], tensor to normalize.

@@ -1,7 +1,7 @@
-"""The state-space model of Mamba-2, step by step and in chunks (SSD, arXiv 2405.21060, section 6).
+"""The state-space model of Mamba-2, computed token by token and in chunks (SSD, arXiv 2405.21060, section 6).
 
-Each head has a state S [n, p]. For each token, the state decays, the outer product of the token's B and input x is
-added, and the state is read with the token's C:
+Each head has a state S [n, p]. For each token, the state is first multiplied by the token's decay. The outer product of
+the token's B and input x is then added to the state. Finally, the output is the product of the state and the token's C:
 
     state:   S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ
     output:  y_t = S_tᵀ C_t
@@ -12,19 +12,19 @@ exp(sum of dt A from the chunk's first token to token i). The outputs of a chunk
 
     Y = ((C Bᵀ) * L) diag(dt) X + diag(r) C S
 
-where S is the state before the chunk. Only the states pass from one chunk to the next. At the first token of a
-document, the state is reset: every decay factor that spans this reset is 0.
+where S is the state before the chunk. Only the state is passed from one chunk to the next. The state is reset at the
+first token of each document: every decay factor between tokens of different documents is 0.
 
 Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, groups, n]. The heads of a group are
 adjacent.
 
-fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and summed in fp32, as in the kernels of arXiv
-2405.21060. The operands x, B and C enter the products without rounding. Four quantities are rounded to bf16, with a
-relative error of u = 2^-8. The first is the matrix of weights in a chunk, ((C Bᵀ) * L) diag(dt), which also contains
-the factor D on its diagonal. The second is diag(dt) X, the inputs that a chunk adds to the state. The third is the
-states that tokens read. The fourth is the two terms of Y. States and their decays are kept in fp32. Let Y* and S* be
-the outputs and states that are computed from the absolute values |x|, |B| and |C|. The error of an output is then at
-most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in addition to fp32 rounding.
+For fp16 operands, everything is computed in fp32. For bf16 operands, matrix products are multiplied in bf16 and summed
+in fp32, as in the kernels of arXiv 2405.21060. The operands x, B and C are bf16 already and are not rounded. The
+following quantities are rounded to bf16 with a relative error of u = 2^-8: the matrix of weights in a chunk, ((C Bᵀ) *
+L) diag(dt), which also contains the factor D on its diagonal; diag(dt) X, the inputs that a chunk adds to the state;
+the states that tokens read; and the two terms of Y. The recurrence of the states, including the decays, is computed in
+fp32. Let Y* and S* be the outputs and states that are computed from the absolute values |x|, |B| and |C|. The error of
+an output is then at most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in addition to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the state-space model one token at a time. This function is used for short inputs, and as a reference for
-    `ssd_chunks`. Arguments and results are the same as for `ssd_chunks`."""
+    """Apply the state-space model one token at a time. The function is used if there are only a few tokens, and as a
+    reference for `ssd_chunks`. The arguments and results are the same as for `ssd_chunks`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
     dt = dt.to(wide)
@@ -87,16 +87,16 @@ def ssd_chunks(
         x: [s, b, heads, p], inputs.
         dt: [s, b, heads], step sizes.
         a: [heads], negative decay rates.
-        B: [s, b, groups, n], vectors that multiply the inputs of the state.
-        C: [s, b, groups, n], vectors with which the state is read.
+        B: [s, b, groups, n], vectors by which the inputs x are multiplied before they are added to the state.
+        C: [s, b, groups, n], vectors by which the state is multiplied to compute the outputs.
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
         chunks: Division into chunks.
 
     Returns:
-        y [s, b, heads, p], and the state [b, heads, n, p] after the last token, both in fp32, or in fp64 for fp64
-            operands.
+        The outputs y [s, b, heads, p] and the state after the last token [b, heads, n, p]. Both are fp32, or fp64 for
+            fp64 operands.
     """
     operands = region(operands_in_chunks, chunks.hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
     y, final = ssd_of_chunks(operands, number, state, chunks.hardware, None, operands[1].dtype)
@@ -112,14 +112,14 @@ def ssd_of_chunks(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Run the state-space model on operands that are already divided into chunks. Return y and the state after the last
-    token. Unlike the result of `ssd_chunks`, y includes the padding of the last chunk.
+    token. Unlike the outputs of `ssd_chunks`, y includes the padding of the last chunk.
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
-        hardware: Settings for compiled regions and for loops over chunks.
-        direct: [heads], factors D; the inputs x, multiplied by D, are added to y. If None, nothing is added.
+        hardware: Settings that determine whether functions are compiled and how the loop over chunks runs.
+        direct: [heads], factors D; None for no factors. The inputs x, multiplied by D, are added to y.
         dtype: Dtype of y.
     """
     x, dt, g, B, C = operands
@@ -141,15 +141,15 @@ def ssd_of_chunks(
 
 
 def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Divide x, dt, dt * a, B and C into chunks, as described in `in_chunks`. x, B and C stay bf16 if x is bf16; all
-    other results are fp32 or fp64.
+    """Divide x, dt, dt * a, B and C into chunks as `in_chunks` describes, and return all five. If x is bf16, x, B and C
+    stay bf16. All other results are fp32 or fp64.
 
     Args:
         x: [s, b, heads, p], inputs.
         dt: [s, b, heads], step sizes.
         a: [heads], negative decay rates.
-        B: [s, b, groups, n], vectors that multiply the inputs of the state.
-        C: [s, b, groups, n], vectors with which the state is read.
+        B: [s, b, groups, n], vectors by which the inputs x are multiplied before they are added to the state.
+        C: [s, b, groups, n], vectors by which the state is multiplied to compute the outputs.
         chunk: Tokens per chunk.
     """
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
@@ -162,18 +162,19 @@ def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, c
 
 
 def _weighted_columns(x: Tensor, dt: Tensor, left: Tensor) -> Tensor:
-    """Multiply x [chunks, b, groups, heads of a group, chunk, p] by dt and by the decay `left`. Return the product
-    [chunks, b, groups, chunk, heads * p] in the dtype of x."""
+    """Multiply x [chunks, b, groups, heads of a group, chunk, p] by the step sizes dt and by `left`, the decay from
+    each token to the end of the chunk. Return the product [chunks, b, groups, chunk, heads of a group * p] in the dtype
+    of x."""
     return _columns(x * (dt * left)).flatten(-2).to(x.dtype)
 
 
 def _scores(
     products: Tensor, total: Tensor, dt: Tensor, direct: Tensor | None, number: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the weight of the input of token j in the output of token i, for all pairs of tokens in a chunk. The
-    result is ((C Bᵀ) * L) diag(dt) + diag(direct), [..., heads, i, j], in `dtype`. `products` contains C Bᵀ of each
-    group, [..., 1, i, j]. `total`, from which L is computed, is the result [..., heads, i] of `decays`. The step sizes
-    dt are [..., heads, j, 1]."""
+    """For all pairs of tokens in a chunk, compute the weight of the input of token j in the output of token i. The
+    weights [..., heads, i, j] are ((C Bᵀ) * L) diag(dt) + diag(direct) in `dtype`. `products` [..., 1, i, j] contains C
+    Bᵀ of each group. `total` [..., heads, i] is the first result of `decays`, from which L is computed. `dt` [...,
+    heads, j, 1] contains the step sizes."""
     later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
     change = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf)
     if number is not None:
@@ -196,8 +197,8 @@ def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Ten
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Return the operand unchanged, and make its gradient contiguous. As a result, a compiled region writes the
-    gradient in the memory layout that the following matrix products need."""
+    """Return x unchanged. In the backward pass, make the gradient of x contiguous, so that a compiled function writes
+    the gradient in the memory layout that the following matrix products need."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
@@ -223,10 +224,10 @@ class _Scan(torch.autograd.Function):
     """Autograd function of the recurrence S_{c+1} = r_c S_c + Bᵀ X over chunks c. Return two tensors: the states before
     each chunk, in the dtype of B, and the state after the last chunk."""
 
-    # `keys` is Bᵀ [chunks, b, groups, n, chunk]. `columns` is X [chunks, b, groups, chunk, heads of a group * p], in
-    # the dtype of B. `carried` is r [chunks, b, groups, 1, heads of a group, 1]. `state` is the initial state S_0 [b,
-    # groups, n, heads of a group, p]. The states before each chunk are returned as [chunks, b, groups, n, heads of a
-    # group, p], and the final state as [b, groups, n, heads of a group, p].
+    # Arguments: `keys` [chunks, b, groups, n, chunk] is Bᵀ, `columns` [chunks, b, groups, chunk, heads of a group * p]
+    # is X in the dtype of B, `carried` [chunks, b, groups, 1, heads of a group, 1] is r, and `state` [b, groups, n,
+    # heads of a group, p] is the initial state S_0. Results: states before each chunk [chunks, b, groups, n, heads of a
+    # group, p], and final state [b, groups, n, heads of a group, p].
     @staticmethod
     def forward(
         ctx: ScanContext, hardware: Hardware, keys: Tensor, columns: Tensor, carried: Tensor, state: Tensor
@@ -255,7 +256,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors. The first, in `dtype`, contains the gradients of the states after each chunk; their heads and
-    channels are flattened to columns, [chunks, b, groups, n, heads of a group * p]. The second contains the gradients
-    of the decays that carry the states across chunks, [chunks, b, groups, 1, heads of a group, 1]."""
+    """Return two tensors: [chunks, b, groups, n, heads of a group * p], the gradients of the states after each chunk in
+    `dtype`, with heads and channels flattened to columns; [chunks, b, groups, 1, heads of a group, 1], the gradients of
+    the decays by which the states are multiplied between chunks."""
     return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

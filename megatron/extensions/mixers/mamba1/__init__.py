@@ -4,5 +4,5 @@ Selected by the letter S of --hybrid-layer-pattern, or by --experimental-attenti
 have an MLP. Shape flags: --mamba1-channels, --mamba1-state-dim, --mamba1-step-rank,
 --mamba1-conv-kernel-dim and --mamba1-norm.
 
-Read first: `mamba1.py` contains the module, and `selective_scan.py` mixes tokens.
+Read `mamba1.py` first, which contains the module. `selective_scan.py` computes the recurrence over tokens.
 """

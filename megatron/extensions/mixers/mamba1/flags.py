@@ -1,4 +1,4 @@
-"""Flags, rules and registration of Mamba-1.
+"""Registers Mamba-1, and defines its flags and flag rules.
 
 This module does not import torch.
 """
@@ -54,7 +54,8 @@ def channels_of(config: TransformerConfig) -> int:
 
 
 def low_rank_widths(config: TransformerConfig) -> tuple[int, int, int]:
-    """Return how many features are projected from the channels of a token for the step sizes, for B and for C."""
+    """Return the number of features of the low-rank step sizes, of B and of C, which are projected from the
+    channels."""
     own = config.options(Mamba1Flags)
     return own.mamba1_step_rank or ceil(config.hidden_size / 16), own.mamba1_state_dim, own.mamba1_state_dim
 

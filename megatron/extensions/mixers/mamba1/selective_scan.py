@@ -1,18 +1,20 @@
 """The selective scan of Mamba-1 (arXiv 2312.00752, section 3).
 
-Each channel has a state h [n]. For each token, every element of the state is multiplied by its own decay, the product
-of the token's B and input x is added to the state, and the product of the state and the token's C is the output:
+Each channel has a state h [n]. For each token, every element of the state is first multiplied by a separate decay. The
+product of the token's B and input x is then added to the state. Finally, the output is the dot product of the state and
+the token's C:
 
     state:   h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t
     output:  y_t = C_t . h_t
 
-The decay rates within a channel differ, so the recurrence cannot be computed by matrix products. Instead, the tokens
-are divided into chunks. The recurrence first runs in all chunks in parallel, with a zero state at the start of each
-chunk. A sequential pass over the chunks then adds the contributions of earlier chunks. In total, s tokens need about 2
-sqrt(s) sequential operations. The backward pass processes a few channels at a time: it recomputes their states, and
-then runs the adjoint recurrence from the last token to the first.
+The elements of a channel's state have different decay rates, so the recurrence cannot be computed by matrix products.
+Instead, the tokens are divided into chunks. The recurrence first runs in all chunks in parallel, with a zero state at
+the start of each chunk. A sequential pass over the chunks then adds the contributions of earlier chunks. In total, s
+tokens need about 2 sqrt(s) sequential operations. The backward pass processes a few channels at a time. It recomputes
+the states of these channels, and then runs the adjoint recurrence from the last token to the first.
 
-Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
+Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. For 16-bit operands, everything is computed in
+fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.torch_private import AutogradContext
 
 MOST_STATES = 2**26
-"""Largest number of state elements that are kept in memory at the same time, counted over all tokens."""
+"""Largest number of state elements, counted over all tokens, that are in memory at the same time."""
 
 
 def selective_scan(
@@ -39,14 +41,14 @@ def selective_scan(
         x: [s, b, c], inputs.
         dt: [s, b, c], step sizes.
         a: [c, n], negative decay rates.
-        B: [s, b, n], vectors that multiply the inputs of the state.
-        C: [s, b, n], vectors with which the state is read.
+        B: [s, b, n], vectors by which the inputs x are multiplied before they are added to the state.
+        C: [s, b, n], vectors by which the state is multiplied to compute the outputs.
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
         state: [b, c, n], initial state; None for zeros.
 
     Returns:
-        y [s, b, c], and the state after the last token, both in fp32, or in fp64 for fp64 operands.
+        The outputs y [s, b, c] and the state after the last token [b, c, n]. Both are fp32, or fp64 for fp64 operands.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, a, B, C = (t.to(wide) for t in (x, dt, a, B, C))
@@ -57,7 +59,7 @@ def selective_scan(
 
 def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
     """Return the states h [s, ...] of the recurrence h_t = decay_t h_{t-1} + written_t. `decay` and `written` are [s,
-    ...], and `state`, the state before the first token, is [...]."""
+    ...]. `state` [...] is the state before the first token."""
     size = next(size for size in range(isqrt(len(decay)), 0, -1) if len(decay) % size == 0)
     reach, found = (x.unflatten(0, (-1, size)).clone() for x in (decay, written))
     for t in range(1, size):
@@ -70,8 +72,8 @@ def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
 
 
 def adjoint(decay: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of `written`. `grad` is the gradient of the states h, from which the result is computed by a
-    recurrence from the last token to the first."""
+    """Return the gradient of the argument `written` of `recurrence`. `grad` is the gradient of the states h. The result
+    is computed by a recurrence from the last token to the first."""
     later = torch.cat((torch.zeros_like(decay[:1]), decay[1:].flip(0)))
     return recurrence(later, grad.flip(0), torch.zeros_like(grad[0])).flip(0)
 
@@ -109,7 +111,7 @@ class _SelectiveScan(torch.autograd.Function):
             own = grad_y[..., part, None] * C.unsqueeze(-2)
             own[-1] += grad_final[:, part]
             of_written = adjoint(decay, own)
-            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # `read` is the gradient with respect to dt * x
+            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # `read` is the gradient of dt * x
             of_decay = of_written * decay * torch.cat((state[:, part].unsqueeze(0), states[:-1]))
             of_x[..., part] = read * dt[..., part]
             of_dt[..., part] = read * x[..., part] + (of_decay * a[part]).sum(-1)
@@ -121,7 +123,8 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
-    """Yield slices of the channels. The states of all channels in a slice are computed together."""
+    """Yield the slices into which the channels are divided. The states of all channels in a slice are computed
+    together."""
     size = max(1, MOST_STATES // max(1, C.numel()))
     return (slice(first, first + size) for first in range(0, x.shape[-1], size))
 

@@ -2,8 +2,6 @@
 input, and the sum of their outputs is added to the residual stream.
 
 Selected by the letter H of --hybrid-layer-pattern, or by --experimental-attention-variant attention_and_mamba2 in
-layers that also have an MLP. Flags: the flags of attention and of Mamba-2, and scale factors of inputs, keys and
-outputs.
-
-Read first: `parallel_mixers.py`, the module.
+layers that also have an MLP. The flags of attention and of Mamba-2 apply. Additional flags set scale factors for
+inputs, keys and outputs. The implementation is in `parallel_mixers.py`.
 """

@@ -1,4 +1,4 @@
-"""Flags and registration of parallel attention and Mamba-2.
+"""Registers layers with attention and Mamba-2 in parallel, and defines their flags.
 
 This module does not import torch.
 """

@@ -15,8 +15,8 @@ from megatron.extensions.mixers.parallel_mixers.flags import ParallelMixerFlags
 
 
 class AttentionAndMamba2(nn.Module):
-    """Mixer that sums the outputs of the model's attention and of Mamba-2, with scale factors for the inputs and
-    outputs of both. The scale factor of keys is applied to the attention scores."""
+    """Mixer that sums the outputs of the model's attention and of Mamba-2. The inputs and outputs of both are
+    multiplied by scale factors. The scale factor of keys is applied to the attention scores."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

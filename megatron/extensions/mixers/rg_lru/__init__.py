@@ -3,5 +3,5 @@
 Selected by the letter R of --hybrid-layer-pattern, or by --experimental-attention-variant rg_lru in layers that also
 have an MLP. Shape flags: --rg-lru-width, --rg-lru-num-blocks and --rg-lru-conv-kernel-dim.
 
-Read first: `rg_lru.py`, the module.
+The implementation is in `rg_lru.py`.
 """

@@ -1,4 +1,4 @@
-"""Flags, rules and registration of RG-LRU.
+"""Registers RG-LRU, and defines its flags and flag rules.
 
 This module does not import torch.
 """

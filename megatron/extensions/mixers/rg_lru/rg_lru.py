@@ -1,17 +1,17 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin (arXiv 2402.19427, section 2.4).
 
 One projection produces the inputs and output gates of each channel. A depthwise causal convolution is applied to the
-inputs. Two gates, i for the input and r for the recurrence, are computed from the convolution output x, separately for
-each block of channels. The state h is computed by the recurrence
+inputs. Two gates, the input gate i and the recurrence gate r, are computed from the convolution output x, separately
+for each block of channels. The state h of each channel is computed by the recurrence
 
     decay:  a_t = exp(-8 softplus(L) r_t)
     state:  h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
-At the first token of a document, the square root is replaced with 1. The product of h and the GeLU of the output gates
-is projected to hidden states. Blocks are sharded over the tensor-parallel ranks. Under context parallelism, an
-all-to-all before the convolution exchanges sequence shards for blocks, so that each rank has the whole sequence for
-some of the blocks. A second all-to-all converts the outputs back to sequence shards. The output gates are not
-exchanged.
+At the first token of each document, the previous state is discarded, and the square root is replaced with 1. The
+product of h and the GeLU of the output gates is projected to hidden states. Blocks are sharded over the tensor-parallel
+ranks. Under context parallelism, an all-to-all before the convolution exchanges sequence shards for blocks, so that
+each rank has the whole sequence for some of the blocks. A second all-to-all converts the outputs back to sequence
+shards. The output gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.extensions.mixers.rg_lru.flags import RgLruFlags, shape_of
 from megatron.extensions.mixers.short_convolution.short_convolution import BetweenProjections, convolved
 
 SHARPNESS = 8.0
-"""Constant factor of the log decay (8 in the formula for a_t)."""
+"""Constant factor 8 in the formula for the log decay, log a_t."""
 
 STEEPEST = 1000.0
 """Upper bound of the derivative of the square root in sqrt(1 - a_t^2). Without a bound, the derivative would be
@@ -45,7 +45,7 @@ infinite at 0."""
 
 
 class RgLru(BetweenProjections):
-    """RG-LRU layer, which consists of a projection, a convolution, the gated recurrence, output gates, and an output
+    """RG-LRU layer: an input projection, a convolution, the gated recurrence, output gates, and an output
     projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -68,18 +68,18 @@ class RgLru(BetweenProjections):
             weight = (f"{name}.{gate}.weight", (blocks, width, width), ctx)
             self.gates.append(make_sharded_parameter(*weight, role="hidden", init=of_gates, stacked=1))
             self.gates.append(make_sharded_parameter(f"{name}.{gate}.bias", (blocks, width), ctx, role="bias"))
-        # initial decay rates softplus(L): a state is multiplied by 0.9 to 0.999 per token while its gate r_t is 1/8
+        # initial decay rates softplus(L): if the gate r_t is 1/8, the decay a_t of a token is between 0.9 and 0.999
         decays = Init("inverse_softplus", low=1e-3, high=0.105)
         self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
-        """Parameter L, whose softplus is the decay rate."""
-        # The projection produces output gates and inputs.
+        """Parameter L [channels]. The decay rates are softplus(L)."""
+        # The outputs of in_proj are the output gates and the inputs.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, shard_dim=1), ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True), ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Compute the gated outputs, [s/cp, b, channels/tp], from the projected gates and inputs, `mixed` [s/cp, b, 2 *
-        channels/tp]."""
+        """Compute the gated outputs [s/cp, b, channels/tp]. `mixed` [s/cp, b, 2 * channels/tp] contains the projected
+        gates and inputs."""
         gate, x = mixed.unflatten(-1, (2, -1)).unbind(-2)
         x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]
         before, state = (None if cache is None else cache.states(self.layer)) or (None, None)
@@ -96,7 +96,7 @@ class RgLru(BetweenProjections):
             torch.einsum("sbgi,gio->sbgo", u.unflatten(-1, (-1, self.width)), gate) for gate in (of_input, of_state)
         )
         kept, written = self.gated(u, i, r, input_bias, state_bias, decay, begins)
-        if cache is not None and (lengths := cache.lengths) is not None:  # padding multiplies the state by 1 and adds 0
+        if cache is not None and (lengths := cache.lengths) is not None:  # padding does not change the state
             padding = torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None]
             kept, written = kept.masked_fill(padding, 1.0), written.masked_fill(padding, 0.0)
             last = last_rows(x, before, lengths, len(last))
@@ -109,17 +109,17 @@ class RgLru(BetweenProjections):
 def gated_inputs(
     u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For each token, return the factor a_t by which the state is multiplied and the term that is added to the state.
-    Both tensors are [s, b, c] in fp32 or wider.
+    """Return two tensors [s, b, c] in fp32 or wider: the decay a_t of each token, and the term that each token adds to
+    the state.
 
     Args:
         u: [s, b, c], inputs.
-        i: [s, b, blocks, w], projection to input gates.
-        r: [s, b, blocks, w], projection to recurrence gates.
+        i: [s, b, blocks, w], projected input gates, before bias and sigmoid.
+        r: [s, b, blocks, w], projected recurrence gates, before bias and sigmoid.
         input_bias: [blocks, w], bias of input gates.
         state_bias: [blocks, w], bias of recurrence gates.
-        decay: [c], parameter L, whose softplus is the decay rate.
-        begins: [s, b], True for the first tokens of documents.
+        decay: [c], parameter L; the decay rates are softplus(L).
+        begins: [s, b], True for the first token of each document.
     """
     wide, first = torch.promote_types(u.dtype, torch.float32), begins.unsqueeze(-1)
     of_input, of_state = (
@@ -137,8 +137,8 @@ def bounded_root(x: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """Autograd function that implements `recurrence`. Only the decays, the states h and the initial state are saved for
-    the backward pass."""
+    """Autograd function of `recurrence`. Only the decays, the states h and the initial state are saved for the backward
+    pass."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

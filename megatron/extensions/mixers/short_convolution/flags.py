@@ -1,4 +1,4 @@
-"""Flags, rules and registration of short convolutions.
+"""Registers short convolutions, and defines their flags and flag rules.
 
 This module does not import torch.
 """

@@ -5,8 +5,8 @@ convolution with a short kernel is applied to the elementwise product B x. The c
 projected to hidden states. Channels are sharded over the tensor-parallel ranks.
 
 Under context parallelism, an all-to-all converts B x from sequence shards of all channels to whole sequences of some
-channels. A second all-to-all converts the outputs back to sequence shards. Each rank convolves whole sequences for its
-channels. The gates B and C stay sequence shards and are not exchanged.
+channels. A second all-to-all converts the outputs back to sequence shards. Each rank computes the convolution over
+whole sequences for its channels. The gates B and C are not exchanged.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class BetweenProjections(nn.Module):
         return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Return the input of `out_proj`. `mixed` [s/cp, b, features/tp] is the output of `in_proj`. `number` [s, b] is
-        the index of each token's document within its sample, from 0."""
+        """Compute the input of `out_proj`. `mixed` [s/cp, b, features/tp] is the output of `in_proj`. `number` [s, b]
+        is the index of each token's document within the sample, starting at 0."""
         raise NotImplementedError
 
 
 class ShortConvolution(BetweenProjections):
-    """Short convolution layer, which consists of a projection, an input gate, a convolution, an output gate, and an
-    output projection."""
+    """Short convolution layer: an input projection, an input gate, a convolution, an output gate, and an output
+    projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -65,15 +65,15 @@ class ShortConvolution(BetweenProjections):
         within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
         of_bias = (f"{name}.conv1d.bias", (hidden,), ctx)
         self.conv_bias = make_sharded_parameter(*of_bias, role="bias", init=within) if bias else None
-        # The projection produces input gates, output gates, and inputs.
+        # The outputs of in_proj are the input gates, the output gates and the inputs.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (3, hidden), bias, shard_dim=1)
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", hidden, hidden, bias), ctx)
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Compute the gated outputs, [s/cp, b, h/tp], from the projected gates and inputs, `mixed` [s/cp, b, 3 *
-        h/tp]."""
+        """Compute the gated outputs [s/cp, b, h/tp]. `mixed` [s/cp, b, 3 * h/tp] contains the projected gates and
+        inputs."""
         before_gate, behind_gate, x = mixed.unflatten(-1, (3, -1)).unbind(-2)
         x = sequence_to_heads((before_gate * x).unflatten(-1, (self.cp.size, -1)), self.cp)
         weight = local_slice(self.conv_weight, self.cp)
@@ -81,7 +81,7 @@ class ShortConvolution(BetweenProjections):
         states = None if cache is None else cache.states(self.layer)
         before = None if states is None else states[0].transpose(0, 1)
         y, last = self.convolved(x, weight, bias, number, before)
-        if cache is not None:  # in generation, the next tokens follow the last token that is not padding
+        if cache is not None:  # cache the inputs of the last tokens that are not padding
             last = last if cache.lengths is None else last_rows(x, before, cache.lengths, len(last))
             cache.set_states(self.layer, last.transpose(0, 1))
         return behind_gate * heads_to_sequence(y, self.cp).flatten(2)
@@ -90,8 +90,8 @@ class ShortConvolution(BetweenProjections):
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Apply a depthwise causal convolution with an optional bias. The convolution does not cross document borders.
-    16-bit inputs are computed in fp32.
+    """Apply a depthwise causal convolution with an optional bias. The convolution does not cross document borders. For
+    16-bit inputs, the sums are computed in fp32.
 
     Args:
         x: [s, b, c], inputs.

@@ -1,6 +1,4 @@
 """Hash routing: in the first layers, the token id determines the experts, as in DeepSeek-V4.
 
-Flag: --moe-n-hash-layers.
-
-Read first: `hash_router.py`, the router.
+Flag: --moe-n-hash-layers. The implementation is in `hash_router.py`.
 """

@@ -1,4 +1,4 @@
-"""Flag, rules and registration of hash routing. This module does not import torch."""
+"""Registers hash routing, and defines its flag and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class HashRouter(TopKRouter):
-    """Router that selects the k experts that a table lists for each token id. Router scores weight the expert outputs,
-    as in `TopKRouter`."""
+    """Router that selects k experts for each token by looking up the token id in a fixed table. As in `TopKRouter`, the
+    router scores are the weights of the expert outputs."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         config = replace(config, moe_router_enable_expert_bias=False, moe_router_load_balancing_type=("none",))
         super().__init__(name, config, ctx)
         shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=self.num_experts)
         self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init, role="state"), torch.int64, ctx)
-        """Table with the k experts of each token id, [vocabulary, k]. Megatron-LM uses the same parameter name."""
+        """Table [vocabulary, k] with the k experts of each token id. The name matches Megatron-LM's."""
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
         assert context.tokens is not None

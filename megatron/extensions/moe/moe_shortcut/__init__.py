@@ -1,5 +1,5 @@
-"""Shortcut-connected experts, as in LongCat-Flash: the output of a layer's experts is added to the residual stream one
-layer later.
+"""Shortcut-connected experts, as in LongCat-Flash: the output of a layer's routed experts is added to the residual
+stream one layer later.
 
-Enabled by --moe-shortcut. Read `flags.py`, then `delayed.py`, which contains the residual stream.
+Enabled by --moe-shortcut. Read `flags.py` first, then `delayed.py`, which contains the residual stream.
 """

@@ -1,8 +1,8 @@
 """Residual stream for shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-The stream [s, b, 2h] consists of the hidden states and the output of the previous layer's experts. The output of a
-layer's experts is added to the hidden states only after the MLP of the next layer. Each token is computed
-independently, so no layout needs additional communication.
+The stream [s, b, 2h] consists of the hidden states and the output of the previous layer's routed experts. The output of
+a layer's routed experts is added to the hidden states only after the MLP of the next layer. Tokens do not depend on
+each other, so no additional communication is needed under any layout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DelayedExperts(nn.Module):
-    """Residual stream that adds the output of experts to the hidden states only after the next MLP. The outputs of
-    attention and of dense MLPs are added without this delay."""
+    """Residual stream that adds the output of routed experts to the hidden states only after the next layer's MLP. The
+    outputs of attention, dense MLPs and shared experts are added without this delay."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DelayedExperts(nn.Module):
         y = sublayer(x, context)
         if not self.is_mlp:
             return torch.cat((x + y, waiting), dim=-1)
-        if y.shape[-1] == x.shape[-1]:  # without experts
+        if y.shape[-1] == x.shape[-1]:  # dense MLP
             return F.pad(x + y + waiting, (0, x.shape[-1]))
         now, later = y.chunk(2, dim=-1)
         return torch.cat((x + now + waiting, later), dim=-1)
@@ -54,7 +54,7 @@ class SumOfBoth(nn.Module):
     """Module that returns the hidden states after the last layer: the sum of both halves of the stream."""
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Return the hidden states [s, b, h]: the sum of both halves of the stream [s, b, 2h]. Under sequence
-        parallelism, the first dimension is s/tp."""
+        """Return the hidden states [s, b, h] for the stream [s, b, 2h]. Under sequence parallelism, the first dimension
+        is s/tp."""
         x, waiting = stream.chunk(2, dim=-1)
         return x + waiting

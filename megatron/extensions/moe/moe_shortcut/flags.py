@@ -1,4 +1,4 @@
-"""Flag, rules and registration of shortcut-connected experts.
+"""Registers shortcut-connected experts, and defines their flag and flag rules.
 
 This module does not import torch.
 """

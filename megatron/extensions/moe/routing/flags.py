@@ -1,4 +1,4 @@
-"""Flags, rules and registration of additional routing methods. This module does not import torch."""
+"""Registers additional routing methods, and defines their flags and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def sinkhorn_scores(config: MoEConfig) -> str | None:
 
 
 def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
-    """Check that Sinkhorn routing is not combined with other flags that balance the load of experts or set scores."""
+    """Check that no flags that balance the load of experts or set the router scores are combined with Sinkhorn
+    routing."""
     sinkhorn = "--moe-router-load-balancing-type sinkhorn"
     if any(m.moe_aux_loss_coeff):
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")

@@ -1,4 +1,4 @@
-"""Routers that select experts by Sinkhorn's algorithm or at random, and SparseMixer weights."""
+"""Router with Sinkhorn or random expert selection, and the score function of SparseMixer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megatron.extensions.moe.routing.flags import RoutingFlags, balances_choices
 
 
 class SpecialRouter(TopKRouter):
-    """Router that chooses experts by Sinkhorn's algorithm or at random during training."""
+    """Router that selects experts by Sinkhorn's algorithm or at random in training. In evaluation, it selects experts
+    as `TopKRouter` does."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -52,8 +53,9 @@ class SpecialRouter(TopKRouter):
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
     """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. The weights
-    are computed one after another, in the order in which the experts were chosen. The weight of an expert is a softmax
-    over the experts that were not chosen before and whose logits are near the largest remaining logit."""
+    are computed one after another, in the order in which the experts were chosen. The weight of an expert comes from a
+    softmax over the remaining experts, which were not chosen before, whose logits are close to the largest remaining
+    logit."""
 
     eps: float
 
@@ -69,11 +71,11 @@ class SparseMixerScores(SoftmaxScores):
 
 class RandomLogits(nn.Module):
     """Random numbers that replace router logits in benchmarks. The random numbers depend only on the seed, layer,
-    sample, position in the sample, and expert. Experts therefore receive about the same number of tokens for any router
-    weights.
+    sample, position in the sample, and expert. All experts therefore receive about the same number of tokens, whatever
+    the router weights are.
 
-    The random numbers are uniformly distributed in [-2, 2). In the backward pass, their gradients are used as the
-    gradients of the logits, so that a step costs as much as a step with real logits.
+    The random numbers are uniformly distributed in [-2, 2). In the backward pass, the gradients of the random numbers
+    are used as the gradients of the logits, so that a step takes as long as a step with real logits.
     """
 
     def __init__(self, name: str, seed: int) -> None:
@@ -81,14 +83,14 @@ class RandomLogits(nn.Module):
         self.key = site_key(seed, name)
 
     def forward(self, logits: Tensor, places: Tensor, context: BatchContext) -> Tensor:
-        """Return random numbers [s, b, E] for the logits [s, b, E] and the positions `places` [s] of this rank's
-        tokens."""
+        """Return the random numbers [s, b, E] that replace `logits` [s, b, E]. `places` [s] contains the positions of
+        this rank's tokens."""
         bits = random_bits(self.key, context.sample_index, places, logits.shape[-1])
         return _StraightThrough.apply(logits, bits.to(logits.dtype) * 2.0**-30)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return `value`. In the backward pass, the gradient of the result is passed to `x`, as if the result were `x`."""
+    """Return `value`. In the backward pass, return the gradient of the result as the gradient of `x`."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
@@ -101,25 +103,24 @@ class _StraightThrough(torch.autograd.Function):
 
 
 SINKHORN_ITERATIONS = 16
-"""Number of Sinkhorn iterations. There is no convergence test, because it would synchronize with the device, and its
-outcome could depend on the layout."""
+"""Number of Sinkhorn iterations. The number is fixed because a convergence test would synchronize with the device, and
+because the outcome of the test could depend on the layout."""
 
 
 @torch.no_grad()
 def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
-    """Return the logarithms of the Sinkhorn factors of the experts, [b, E], for the logits [s, b, E] of this rank's
-    tokens.
+    """Return the biases [b, E] that balance the choice of experts, for the logits [s, b, E] of this rank's tokens.
 
     The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums and all columns
-    have equal sums. Each token then chooses the experts with its k largest entries, so that experts receive about the
-    same number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). Sinkhorn scaling also multiplies
-    all entries of a token by one factor. This factor does not change the order of the entries, so only the factors of
-    the experts are needed. Their logarithms are added to the logits as biases.
+    have equal sums. Each token then selects the k experts with the largest entries in its row, so that all experts
+    receive about the same number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). The row factor
+    of a token does not change the order of the entries in its row, so only the column factors of the experts are
+    needed. The biases are the logarithms of the column factors.
 
-    Each sequence is scaled separately, over all ranks that have tokens of the sequence. The choice of experts therefore
-    depends neither on the layout nor on the micro-batch size. `places` [s] contains the position of each token in its
-    sequence. Sequences are sharded over the ranks of `sequence`, and all of these ranks must call this function
-    together.
+    The matrix of each sequence is scaled separately, over all ranks that have tokens of the sequence. The choice of
+    experts therefore depends neither on the layout nor on the micro-batch size. `places` [s] contains the position of
+    each token in its sequence. Sequences are sharded over the ranks of `sequence`, and all of these ranks must call
+    this function together.
     """
     whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in sequence order
     bias = whole.new_zeros(whole.shape[1:])

@@ -1,4 +1,5 @@
-"""Initialization of an MoE model from a dense model. Each rank reads only the slices that its own parameters need."""
+"""Initialization of an MoE model from a dense model. Each rank reads only the slices of the dense weights that its
+parameters need."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Box = tuple[slice, ...]
 
 
 class DenseStart(Callback):
-    """Callback that starts a run from the dense model in --load, or resumes it if --save contains checkpoints."""
+    """Callback that starts a run from the dense model in --load. If --save contains checkpoints, the callback resumes
+    the run from these checkpoints instead."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         config, state = begun.config, begun.state
@@ -57,7 +59,7 @@ class DenseStart(Callback):
 
 
 def check_fits(source: Source, config: RunConfig, load: str) -> None:
-    """Raise ValueError if the model in --load is not dense, or differs from the run's model in anything other than
+    """Raise ValueError if the model in --load is not dense, or if it differs from the run's model in more than the
     experts."""
     dense = source.config.model
     if dense.num_experts is not None:
@@ -74,10 +76,10 @@ def check_fits(source: Source, config: RunConfig, load: str) -> None:
 class DenseWeights:
     """Weights of an MoE model, computed from the weights of a dense model.
 
-    The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
-    along its width into G parts, the k experts of a token include copies of every part. The weights of the copies of
-    one part sum to s / G. The sum over experts equals the output of the dense MLP if the linear_fc2 weight of each
-    expert is multiplied by G / s and the linear_fc2 bias by 1 / s.
+    In the MoE model, the outputs of a token's k experts are multiplied by weights that sum to the scaling factor s. If
+    each dense MLP is divided along its width into G parts, the k experts of a token include copies of every part. The
+    weights of all copies of one part sum to s / G. To make the sum over experts equal to the output of the dense MLP,
+    the linear_fc2 weight of each expert is multiplied by G / s, and the linear_fc2 bias by 1 / s.
     """
 
     def __init__(self, source: Source, config: RunConfig) -> None:
@@ -91,9 +93,9 @@ class DenseWeights:
         self._last: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
-        """Fill the tensor `box`, which is the slice of parameter `name` that begins at index `offset`. Optimizer
-        states, and parameters that only the MoE model has, keep their initial values. Raises ValueError if the dense
-        model lacks a parameter that both models should have."""
+        """Copy the weights of the dense model to the tensor `box`, which is the slice of parameter `name` that begins
+        at index `offset`. Optimizer states, and parameters that only the MoE model has, keep their initial values.
+        Raises ValueError if the dense model lacks a parameter that both models should have."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)
@@ -128,8 +130,8 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """Return the initial router weights if each MLP is divided into several experts. Experts that together form one
-        copy of the MLP have the same router weights."""
+        """Return the initial router weights for MLPs that are divided into several experts. Experts that together form
+        one copy of the MLP have the same router weights."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)
@@ -143,7 +145,7 @@ class DenseWeights:
         return self._last[1]
 
     def described(self, load: str) -> str:
-        """Return the log line about the upcycled model and the initialization of experts and routers."""
+        """Return the log line that describes the upcycled model and the initialization of experts and routers."""
         return " " + "; ".join([f"upcycled the dense model in --load {load}", *_facts(self.model, self)])
 
 
