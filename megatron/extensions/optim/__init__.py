@@ -1,1 +1,1 @@
-"""Optimizers other than Adam and SGD, schedules, muP, and averaged weights."""
+"""Optimizers other than Adam and SGD, learning rate schedules, muP, and averaged weights."""

@@ -1,4 +1,4 @@
-"""Flags and rules of upcycling. This module does not import torch."""
+"""Registers upcycling, and defines its flags and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ class UpcyclingFlags:
     from the same part of an MLP are equal at the start."""
 
     def changes_model(self) -> Collection[str]:
-        """Return the fields in which the run may differ from the model in --load; see `ChangesModel`."""
+        """Return the configuration fields in which this run's model may differ from the model in --load; see
+        `ChangesModel`."""
         return ("num_experts",) if self.moe_use_upcycling else ()
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
-    """Check that the experts of each token can cover all parts into which an MLP is divided."""
+    """Check that the experts of each token can include all parts into which an MLP is divided."""
     name = "--moe-upcycling-granularity"
     assert m.num_experts is not None
     for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):
@@ -73,9 +74,9 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """Yield the settings under which a model whose experts are copies of an MLP may compute different outputs than the
-    dense model. A setting is a tuple of the flag, its value, whether the setting applies, and its effect on the outputs
-    of experts."""
+    """Yield the settings with which a model whose experts are copies of an MLP may compute different outputs than the
+    dense model. Each setting is a tuple of the flag, the value of the flag, whether the setting is used in this run,
+    and the effect on the outputs of experts."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")

@@ -1,4 +1,5 @@
-"""Exponential moving averages of the weights, several at once, updated during training and evaluated on demand.
+"""Exponential moving averages of the weights, which are updated during training and can be used in evaluations. A run
+can have several averages.
 
-Flags: --ema-decay, --ema-half-life-tokens, --eval-weights. Read `averages.py`.
+Flags: --ema-decay, --ema-half-life-tokens, --eval-weights. The implementation is in `averages.py`.
 """

@@ -1,9 +1,10 @@
-"""Moving averages of the weights. Each rank averages the main parameters of its shard, every --ema-interval steps.
+"""Moving averages of the weights. Every --ema-interval steps, each rank updates the averages of the main parameters in
+its optimizer shard.
 
 With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent bf16
-numbers. With a decay above 0.998, all changes are that small. The average is therefore rounded stochastically. The
-random bits of this rounding are a hash of the operands and the iteration. A resumed run computes the same bits, and an
-average of constant weights converges to the weights.
+numbers. If the decay is larger than 0.998, all changes are that small. A bf16 average is therefore rounded
+stochastically. The random bits of this rounding are a hash of the operands and the iteration number, so a resumed run
+computes the same bits. The average of constant weights converges to the weights.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
 AT_ONCE = 2**22
-"""Maximum number of elements of a bf16 average that are updated at a time. This limit bounds the size of temporary
-tensors."""
+"""Largest number of elements of a bf16 average that are updated at once. It limits the size of temporary tensors."""
 
 
 SALT = 0x3C6EF372
-"""Salt for the random bits of stochastic rounding of averages. The salt makes these bits independent of all other
-random bits."""
+"""Salt of the hash that computes the random bits for stochastic rounding of averages."""
 
 
 class MovingAverages(Callback):
@@ -41,13 +40,13 @@ class MovingAverages(Callback):
         flags = config.options(AveragedWeightsFlags)
         self.evaluates, self.interval = flags.eval_weights == "ema", flags.ema_interval
         self.steps: dict[str, int] = {}
-        """Number of updates of each average, by name; 0 if the average has not started."""
+        """Mapping from the name of each average to its number of updates. Averages without updates may be missing."""
 
         self.updated: tuple[int, int] | None = None
         """Iteration number and number of consumed samples at the last update of the averages."""
 
         self.said = False
-        """True if a log line has already reported that no average has started."""
+        """True if a log line has already reported that the average to evaluate has no updates yet."""
 
     def on_start(self, run: RunView) -> None:
         if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):
@@ -86,7 +85,8 @@ class MovingAverages(Callback):
         return None
 
     def _why_none(self) -> str:
-        """Return the reason why a checkpoint provides no average to evaluate."""
+        """Return the error message for an evaluation-only run whose checkpoint does not contain the average to
+        evaluate."""
         wanted, options = self.averages[0].name, self.config.checkpoint
         there = ", ".join(name for name, count in sorted(self.steps.items()) if count)
         if options.load is None:

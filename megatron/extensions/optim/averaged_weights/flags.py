@@ -1,4 +1,4 @@
-"""Flags for averaged weights, and a function that returns the averages that the flags request. This module does not
+"""Registers averaged weights, and defines their flags and the averages that these flags request. This module does not
 import torch."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AveragedWeightsFlags:
 
 @dataclass(frozen=True)
 class Average:
-    """One moving average."""
+    """Moving average of the weights, with either a decay per step or a half-life in tokens."""
 
     name: str
     """Name of the average's state. The name contains the decay, so that a run with a different decay starts a new
@@ -73,7 +73,8 @@ class Average:
     half_life: int | None
 
     def decay(self, steps: int, tokens: int) -> float:
-        """Return the fraction of the average that remains after `steps` steps with `tokens` tokens in total."""
+        """Return the factor by which the average is multiplied in an update that follows the previous update by `steps`
+        steps with `tokens` tokens in total."""
         if self.per_step is not None:
             return self.per_step**steps
         assert self.half_life is not None
@@ -81,7 +82,7 @@ class Average:
 
 
 def averages_of(config: RunConfig) -> tuple[Average, ...]:
-    """Return the averages of a run."""
+    """Return the averages that the flags of a run request."""
     flags = config.options(AveragedWeightsFlags)
     per_step = [Average(f"decay_{decay}".replace(".", "_"), decay, None) for decay in flags.ema_decay or ()]
     per_token = [Average(f"half_life_{tokens}", None, tokens) for tokens in flags.ema_half_life_tokens or ()]
@@ -89,7 +90,7 @@ def averages_of(config: RunConfig) -> tuple[Average, ...]:
 
 
 def stored(config: RunConfig) -> Stored:
-    """Return the number format and the location in which averages are stored."""
+    """Return the dtype of the stored averages, and whether they are stored on the host."""
     flags = config.options(AveragedWeightsFlags)
     return Stored(DTYPES[flags.ema_dtype] if flags.ema_dtype else None, flags.ema_on_host)
 

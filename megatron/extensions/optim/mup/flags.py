@@ -1,4 +1,4 @@
-"""Flags and entry points of muP and CompleteP. This module does not import torch."""
+"""Registers muP and CompleteP, and defines their flags. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""muP and CompleteP for initial values and parameter groups, and a report of the factors.
+"""Applies muP and CompleteP to initial values and parameter groups, and reports the factors.
 
 This module does not import torch.
 """
@@ -18,7 +18,7 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags
 
 
 class MupRule(ParameterRule):
-    """Parameter rule that applies the factors that `factors.py` computes."""
+    """Parameter rule that applies the factors from `factors.py`."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         self.optimizer, self.options = optimizer, optimizer.options(MupFlags)
@@ -32,7 +32,7 @@ class MupRule(ParameterRule):
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
         """Multiply the learning rate, epsilon and weight decay of `group` by the factors of the parameter.
 
-        A learning rate or weight decay that a flag sets specifically for these parameters is left unchanged.
+        A learning rate or weight decay that a flag sets specifically for these parameters is not changed.
         """
         found = self.factors(meta)
         whole = meta.role in self.optimizer.whole_roles
@@ -49,7 +49,7 @@ class MupRule(ParameterRule):
     def initial(self, meta: ParamMeta, init: Init) -> Init:
         """Return `init` with the standard deviation multiplied by the parameter's factor.
 
-        If the module defines its own initialization for the parameter, `init` is returned unchanged, because that
+        If the module defines a special initialization for the parameter, `init` is returned unchanged, because such an
         initialization already depends on the module's widths.
         """
         std = self.factors(meta).std
@@ -58,8 +58,8 @@ class MupRule(ParameterRule):
         return replace(init, std=init.std * std)
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Yield log lines with the multipliers, and with the factors of each role. If the parameters of a role have
-        different factors, there is one line for each set of factors."""
+        """Yield a log line with the multipliers of the model, and log lines with the factors of each parameter role. If
+        parameters of the same role have different factors, there is one line for each set of factors."""
         own = self.options
         logits = own.mup_output_mult if own.mup_output_mult != 1 else 1 / own.mup_width_mult
         base = "" if own.mup_base_head_dim is None else f"sqrt({own.mup_base_head_dim:g}) "
@@ -77,7 +77,8 @@ class MupRule(ParameterRule):
             yield f"muP, {role}: {row}; {len(members)} parameters, {elements:,} elements"
 
     def _row(self, meta: ParamMeta) -> str:
-        """Return the part of a log line that lists a parameter's factors relative to training without muP."""
+        """Return the part of a log line that lists a parameter's factors. A factor of 1 means the same value as without
+        muP."""
         group = self.group(ParamGroup(wd_mult=1.0), meta)
         std = self.factors(meta).std if meta.init is None or meta.init.std else 1.0
         return (

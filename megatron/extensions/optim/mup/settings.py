@@ -1,4 +1,4 @@
-"""Multipliers of a model under muP and CompleteP, and rules for their flags. This module does not import torch."""
+"""Multipliers of a model under muP and CompleteP, and rules for the muP flags. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 RATED = ("adam", "sgd", "muon")
-"""Optimizers for which muP's scaling rules are known."""
+"""Optimizers for which muP's scaling rules are implemented."""
 
 
 def multipliers(model: TransformerConfig) -> dict[str, float]:
-    """Return the model fields that --use-mup sets, and their values."""
+    """Return a mapping from the multiplier fields that --use-mup sets to their values."""
     own = model.options(MupFlags)
     width, depth = ratios(model)
     return {
@@ -29,14 +29,14 @@ def multipliers(model: TransformerConfig) -> dict[str, float]:
 
 
 def ratios(model: TransformerConfig) -> tuple[float, float]:
-    """Return the width and depth of the model, divided by the width and depth of the base model."""
+    """Return the ratio of the model's width to the base model's width, and the ratio of the depths."""
     own = model.options(MupFlags)
     width = model.hidden_size / (own.mup_base_hidden_size or model.hidden_size)
     return width, model.num_layers / (own.mup_base_num_layers or model.num_layers)
 
 
 def with_multipliers(c: RunConfig) -> RunConfig:
-    """Fill in the multipliers that are not set. The function is idempotent."""
+    """Set the multipliers, ratios and softmax scale that the user has not set. The function is idempotent."""
     m = c.model
     own = m.options(MupFlags)
     if not own.use_mup:
@@ -62,13 +62,13 @@ def with_multipliers(c: RunConfig) -> RunConfig:
 
 
 def score_factor(model: TransformerConfig) -> float | None:
-    """Return the value of --softmax-scale under muP. Attention scores are multiplied by this value. If the user has
-    passed --softmax-scale, return the user's value."""
+    """Return the factor by which attention scores are multiplied under muP. If the user has passed --softmax-scale,
+    return the user's value."""
     own = model.options(MupFlags)
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # muP replaces only the factor 1 / sqrt(head_dim) of attention_scale
+    usual = 1 / sqrt(model.head_dim)  # muP replaces only one factor of attention_scale, 1 / sqrt(head_dim)
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 

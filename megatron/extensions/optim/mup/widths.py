@@ -1,10 +1,10 @@
-"""Widths of the base model, and the ratio of each parameter's input and output sizes to the base model's.
+"""Widths of the base model, and the ratios of each parameter's input and output sizes to the base model.
 
-By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
+By default, all widths grow in proportion to the hidden size. --mup-base-widths lists widths that grow by a different
 ratio, such as an expert width that stays constant while the hidden size grows. If a width of a matrix is in
---mup-base-widths, the factors of this matrix are computed from the shapes of the matrix in both models. Table 8 of
-arXiv 2203.03466 likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if the ratios of
-some parameters may differ from the default.
+--mup-base-widths, the factors of this matrix are computed from its shapes in both models. Table 8 of arXiv 2203.03466
+likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if some parameters may have ratios
+that differ from the default.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ WIDTHS = (
     *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
     *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
 )
-"""Configuration fields for widths that grow with the hidden size. A field that the user has not set is not scaled."""
+"""Configuration fields with widths that by default grow with the hidden size. Fields that the user has not set are not
+scaled."""
 
 CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Configuration fields for the width of a head, which by default does not grow with the hidden size."""
+"""Configuration fields with head widths, which by default do not grow with the hidden size."""
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
-    """Parse --mup-base-widths into a mapping from configuration fields to the base model's values. Raises ValueError if
-    an entry is not NAME=NUMBER."""
+    """Parse --mup-base-widths. Return a mapping from configuration fields to their values in the base model. Raises
+    ValueError if an entry is not NAME=NUMBER."""
     found = {}
     for entry in options.mup_base_widths or ():
         name, _, value = entry.partition("=")
@@ -47,8 +48,8 @@ def given_widths(options: MupFlags) -> dict[str, int]:
 
 
 def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
-    """Scale the model's width fields in proportion to a different hidden size. Returns a mapping from field names to
-    values. Fields without a value and fields in --mup-base-widths are omitted."""
+    """Scale the model's width fields in proportion to a different hidden size. Return a mapping from field names to
+    scaled values. Fields that are not set and fields in --mup-base-widths are omitted."""
     stay = given_widths(c.model.options(MupFlags))
     values = {field: named_value(c, field) for field in WIDTHS if field not in stay}
     return {
@@ -57,8 +58,8 @@ def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
 
 
 def base_sizes(c: RunConfig) -> dict[str, int]:
-    """Return the base model's values of the configuration fields that contain widths. Raises ValueError if a width of
-    the base model is not an integer."""
+    """Return a mapping from configuration fields with widths to their values in the base model. Raises ValueError if a
+    width of the base model would not be an integer."""
     own = c.model.options(MupFlags)
     shrink = Fraction(own.mup_base_hidden_size or c.model.hidden_size, c.model.hidden_size)
     given, sizes = given_widths(own), dict[str, int]()
@@ -75,11 +76,11 @@ def base_sizes(c: RunConfig) -> dict[str, int]:
 
 
 def own_ratios(c: RunConfig) -> tuple[str, ...]:
-    """Return an entry NAME=INPUTS,OUTPUTS for each parameter whose size ratios differ from those that `usual_widths`
-    derives from the parameter's role.
+    """Return an entry NAME=INPUTS,OUTPUTS for each parameter whose size ratios differ from the result of
+    `usual_widths`.
 
-    INPUTS and OUTPUTS are the parameter's sizes divided by the sizes in the base model. NAME contains no layer number,
-    because an entry applies to all layers. Raises ValueError in the same cases as `base_sizes`.
+    INPUTS and OUTPUTS are the ratios of the parameter's input and output sizes to the base model. NAME contains no
+    layer number, because an entry applies to all layers. Raises ValueError in the same cases as `base_sizes`.
     """
     own = c.model.options(MupFlags)
     # With --q-lora-rank, `q_layernorm` is the norm of the query latent, whose width grows with the hidden size.

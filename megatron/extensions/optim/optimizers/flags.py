@@ -1,4 +1,5 @@
-"""Flags and entry points of Muon, SOAP, QK-clip, the precision-aware optimizer and named parameters.
+"""Registers Muon, SOAP, QK-clip, the precision-aware optimizer and settings of named parameters, and defines their
+flags.
 
 This module does not import torch.
 """
@@ -18,12 +19,12 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 HERE = "megatron.extensions.optim.optimizers"
 
 SCALE_BLOCK = 64
-"""Number of consecutive elements of an optimizer state that share a scale. Parameters and shards start at multiples of
-this number in buffers."""
+"""Number of consecutive elements of an optimizer state that share a scale. In the parameter buffers, parameters and
+shards start at multiples of this number."""
 
 SWITCH = "--use-precision-aware-optimizer"
 STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
-"""Formats of Adam's moments."""
+"""Number formats in which Adam's moments can be stored."""
 
 
 @extension_flags("Muon", may_change=True, rules=f"{HERE}.rules:muon")
@@ -167,13 +168,14 @@ class NamedParameterFlags:
 
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
-    """Return the roles of the matrices that Muon and similar optimizers update."""
+    """Return the roles of the parameters that Muon updates. These parameters are matrices, which Muon updates as a
+    whole."""
     routers = frozenset() if optimizer.options(MuonFlags).moe_router_skip_muon else frozenset({"router"})
     return frozenset({"hidden", "gate"}) | routers
 
 
 def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:
-    """Return the dtype in which Muon's matrices are communicated and orthogonalized."""
+    """Return a tuple of one dtype, in which Muon communicates and orthogonalizes matrices."""
     medium = optimizer.options(MuonFlags).muon_fp32_matmul_prec == "medium"
     return ("bfloat16" if main_dtype == "float32" and medium else main_dtype,)
 
@@ -185,8 +187,9 @@ class PackedPlan(StatePlan):
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Return how main parameters are stored. In addition to the base class's kinds of storage, there is "fp16"
-        (with scales) and, on the device, "remainders" (the 16 bits that bf16 parameters lack)."""
+        """Return how main parameters are stored. There are two kinds of storage in addition to the kinds of the base
+        class. "fp16" stores fp16 numbers and scales. "remainders", which is only used on the device, stores the lower
+        16 bits, because bf16 parameters contain the upper 16 bits."""
         options = optimizer.options(PrecisionAwareFlags)
         plain = super().main_kind(optimizer, params_dtype, main_dtype, on_host)
         if plain == "aliased" or options.main_params_dtype == "fp16":

@@ -1,8 +1,9 @@
-"""Muon optimizer: the update of a hidden-layer matrix is its orthogonalized momentum, computed for the whole matrix.
+"""Muon optimizer: each hidden-layer matrix is updated with its orthogonalized momentum, which is computed for the whole
+matrix.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), describes the optimizer. Moonlight (arXiv
-2502.16982) describes the update scale and the training of large models with Muon. All other parameters use
---muon-scalar-optimizer.
+2502.16982) describes the update scale and the training of large models with Muon. All other parameters are updated by
+the optimizer that --muon-scalar-optimizer selects.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Lower bound on the norm by which a matrix is divided before the iteration, as in Emerging-Optimizers since 0.4.0. The
-bound is so small that the size of updates does not depend on the size of gradients.
+"""Lower bound of the norm by which a matrix is divided before the first iteration, as in Emerging-Optimizers since
+0.4.0. The bound is so small that the size of an update does not depend on the size of the gradients.
 """
 
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
     """Return a predicate that decides whether the parts of a fused weight are updated as separate matrices. The
-    predicate's argument is the name of the fusion (`ParamMeta.fused`), such as "qkv"."""
+    argument of the predicate is the name of the fused weight (`ParamMeta.fused`), such as "qkv"."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 
 def muon(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """Build --optimizer muon for the matrices of hidden layers."""
+    """Return the transforms of --optimizer muon for a matrix of a hidden layer."""
     return [Muon(config)]
 
 
 class Muon(FusedTransform):
     """Muon: W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the moving average M <- mu M + (1 - mu) G.
-    With Nesterov's look-ahead, the updated M is replaced with mu M + (1 - mu) G before orthogonalization. All matrices
-    are updated in one fused operation, because they are communicated together, and because matrices of equal size are
+    With Nesterov's look-ahead, the updated M is replaced with mu M + (1 - mu) G before orthogonalization. One fused
+    operation updates all matrices, because they are communicated together, and because matrices of equal size are
     multiplied in one batch.
     """
 
@@ -72,14 +73,15 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of a parameter's Newton-Schulz iterations. Each matrix is counted once, regardless of the
-        parallel layout and the batch size."""
+        """Return the FLOPs of the Newton-Schulz iterations for a parameter. Each matrix is counted once, whatever the
+        parallel layout and the batch size are."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 
 
 class MuonKernel(ShardUpdate):
-    """Muon update of all matrices of a pipeline stage, whose values are stored in flat shards."""
+    """Muon update of all matrices of a pipeline stage. The elements of the matrices are stored in flat optimizer
+    shards."""
 
     def __init__(self, options: MuonFlags, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
         self.options = options
@@ -134,7 +136,8 @@ def _held(flat: Tensor, part: Part) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """Bring the singular values of each matrix in x [n, rows, columns] close to 1, and keep its singular vectors.
+    """Return matrices [n, rows, columns] with the singular vectors of the matrices x [n, rows, columns], and with
+    singular values close to 1.
 
     Each matrix X is first divided by its norm. Each iteration then replaces X with the quintic polynomial aX + (bA +
     cA^2) X, where A = X X^T.
@@ -153,8 +156,8 @@ def scale(rows: int, columns: int, mode: str) -> float:
     """Return the update scale for a matrix [rows, columns] that maps `columns` features to `rows` features.
 
     "spectral" (arXiv 2502.16982, section 2.2) scales the update so that its elements have a root mean square of 1, for
-    any shape of the matrix. "unit_rms_norm" (Scion, arXiv 2502.07529) scales the update so that its outputs have a root
-    mean square of 1. "shape_scaling" is K. Jordan's rule.
+    any shape of the matrix. "unit_rms_norm" (Scion, arXiv 2502.07529) scales the update so that inputs with a root mean
+    square of 1 result in outputs with a root mean square of 1. "shape_scaling" is K. Jordan's rule.
     """
     if mode == "spectral":
         return max(rows, columns) ** 0.5

@@ -24,7 +24,8 @@ SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
 
 
 class NamedParameters(ParameterRule):
-    """Parameter rule for --param-group and --freeze. The rule selects parameters by their names in the whole model."""
+    """Parameter rule for --param-group and --freeze. The rule selects parameters by their names in the unsharded
+    model."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         options = optimizer.options(NamedParameterFlags)
@@ -41,8 +42,8 @@ class NamedParameters(ParameterRule):
         return any(re.search(pattern, meta.name) for pattern in self.frozen)
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Yield an error for each --param-group or --freeze expression that matches no parameter of the whole model.
-        Also yield an error if all parameters are frozen."""
+        """Yield an error for each --param-group or --freeze expression that matches no parameter in `metas`, which
+        contains all parameters of the model. Also yield an error if all parameters are frozen."""
         names = [meta.name for meta in metas]
         texts = [("--freeze", pattern, pattern) for pattern in self.frozen]
         texts += [("--param-group", text, group_rule(text).pattern) for text in self.expressions]
@@ -57,18 +58,19 @@ class NamedParameters(ParameterRule):
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Expression of --param-group: `settings` for all parameters whose names match the regular expression `pattern`."""
+    """Parsed --param-group expression. The `settings` apply to all parameters whose names match the regular expression
+    `pattern`."""
 
     pattern: str
     settings: Mapping[str, float]
 
     def applied(self, group: ParamGroup, name: str) -> ParamGroup:
-        """Apply this rule's settings to `group` if the rule's pattern matches the parameter `name`. Otherwise, return
-        `group` unchanged."""
+        """Return a copy of `group` with this rule's settings if the rule's pattern matches the parameter `name`.
+        Otherwise, return `group` unchanged."""
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # 0, 0.0 and 0e0 all give the same group
+        if (decay := self.settings.get("weight_decay")) is not None:  # 0, 0.0 and 0e0 result in the same group
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)
@@ -77,7 +79,8 @@ class GroupRule:
 
 @cache
 def group_rule(text: str) -> GroupRule:
-    """Parse 'REGEX key=value ...'. Raises ValueError of the form `--param-group text: rule; remedy`."""
+    """Parse a --param-group expression, 'REGEX key=value ...'. Raises ValueError if the expression is invalid. The
+    message has the form `--param-group text: rule; remedy`."""
     where = f"--param-group {text}"
     example = "write for example --param-group 'norm lr_mult=0.1 weight_decay=0'"
     pattern, *assignments = text.split() or [""]
@@ -111,7 +114,8 @@ def group_rule(text: str) -> GroupRule:
 
 
 def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> str | None:
-    """Return the error message for a pattern that matches none of `names`. The message lists the nearest names."""
+    """Return an error message if the pattern matches none of `names`; otherwise, return None. The message lists the
+    most similar names."""
     if any(re.search(pattern, name) for name in names):
         return None
     words = re.sub(r"\\.|[^\w.]", " ", pattern.replace("\\.", ".")).strip()
@@ -124,7 +128,7 @@ def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> st
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Return the --param-group expressions that can be parsed."""
+    """Check the expressions of --freeze and --param-group."""
     options = c.options(NamedParameterFlags)
     for pattern in options.freeze or ():
         try:

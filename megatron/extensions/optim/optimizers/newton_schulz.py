@@ -1,7 +1,7 @@
 """Coefficients of the Newton-Schulz iteration that orthogonalizes a matrix. This module does not import torch.
 
-One step maps each singular value s to a*s + b*s**3 + c*s**5. The iteration does not have to converge. For a matrix of
-norm 1, a few steps bring all singular values close to 1.
+One step maps each singular value s to a*s + b*s**3 + c*s**5. The iteration need not converge: for a matrix of norm 1, a
+few steps bring all singular values close enough to 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
         (2.2737, -1.6447, 0.4162),
     ),
 }
-"""Sets of coefficients, keyed by name. A set contains the coefficients of each step.
+"""Sets of coefficients, keyed by name. Each set is a sequence of coefficients, one entry for each step.
 
 "simple" is from Muon (Jordan, 2024), and is also used by Moonlight (arXiv 2502.16982). "quintic" (Cesista) is optimized
 for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with the paper's safety factor 1.01. "cans" is from
@@ -44,8 +44,8 @@ arXiv 2506.10935.
 """
 
 CYCLES = ("simple", "quintic")
-"""Names of the coefficient sets that start again with their first step if there are more steps than coefficients. The
-other sets repeat their last step."""
+"""Names of the coefficient sets that are repeated from the first entry if there are more steps than entries. For the
+other sets, only the last entry is repeated."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:

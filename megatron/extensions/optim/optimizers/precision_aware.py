@@ -1,18 +1,18 @@
 """Adam with moments and main parameters stored in fewer bits than fp32 (--use-precision-aware-optimizer).
 
-Each update converts the states to fp32, applies Adam in fp32, and rounds the results. With compiled regions, an update
+Each update converts the states to fp32, applies Adam in fp32, and rounds the results. If the update is compiled, it
 consists of a few kernels that read and write only the stored bytes.
 
 If parameters are bf16, the optimizer stores only the lower 16 bits of each fp32 main parameter. The bf16 parameter
 holds the upper 16 bits, so no bit is lost (Megatron-LM's --store-param-remainders).
 
-Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest, a
-bf16 or fp8 moment would not change at all, because one update changes it by less than half the distance to the next
+Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest,
+many bf16 and fp8 moments would never change, because one update changes them by less than half the distance to the next
 number. The random bits are a hash of the element's main parameter and the update number. A step therefore depends
 neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
 
 fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. Buffers align parameters and
-shards to these blocks, so no sharding splits a block. fp16 and fp8 store the square root of the second moment, which
+shards to these blocks, so no sharding splits a block. These formats store the square root of the second moment, which
 needs only half the exponent range. The square root is rounded so that the expected value of its square is exact.
 """
 
@@ -34,27 +34,27 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale. 2^-126 is the smallest normal fp32 number. Blocks of even smaller values also use the
+"""Exponent of the smallest scale. 2^-126 is the smallest normal fp32 number. Blocks with smaller values also have the
 scale 2^-126."""
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Number format of optimizer states."""
+    """Number format in which an optimizer state is stored."""
 
     dtype: torch.dtype
     mantissa: int
-    """Number of mantissa bits that the format stores."""
+    """Number of explicit mantissa bits."""
 
     least: int = SMALLEST
     """Exponent of the smallest normal number."""
 
     largest: float | None = None
-    """Largest number of the format. Only formats with scales use this field."""
+    """Largest number that the format can represent; None for formats without scales."""
 
     exported: torch.dtype | None = None
-    """Dtype in which checkpoints store the state if the format has scales. The checkpoint dtype represents every value
-    of the format exactly."""
+    """For formats with scales, the dtype in which checkpoints store the state. This dtype represents every scaled value
+    exactly."""
 
     @property
     def scaled(self) -> bool:
@@ -70,8 +70,8 @@ FORMATS = {
 
 
 class StoredState:
-    """Flat tensor that stores one optimizer state of a shard in a format of `FORMATS`. If `squared` is True, the state
-    is a non-negative second moment.
+    """Flat optimizer state of one shard, stored in a format of `FORMATS`. If `squared` is True, the state is a second
+    moment.
 
     `numel` must be a multiple of the scale block size. The format "fp32" stores values as `main_dtype`.
     """
@@ -105,12 +105,12 @@ class StoredState:
         return self.codes.nbytes + self.exponents.nbytes
 
     def tensors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return views of the codes and the scale exponents of elements [start, stop), which must be whole scale
-        blocks."""
+        """Return views of the codes and of the scale exponents for the elements [start, stop). The range must consist
+        of whole scale blocks."""
         return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
 
     def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Decode the tensors that `tensors` returns, to fp32 or the main dtype."""
+        """Decode codes and scale exponents to fp32. The format "fp32" returns the codes, which have the main dtype."""
         if not self.rounds:
             return codes
         if not self.format.scaled:
@@ -119,10 +119,10 @@ class StoredState:
         return values.square() if self.squared else values
 
     def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Round fp32 values to the format. Returns the stored codes, and the exponent of each block's scale.
+        """Round values to the format. Return the codes to store, and the exponent of each block's scale.
 
-        A value is rounded up if `uniform`, a number in [0, 1), is below the probability of rounding up. 0.5 rounds to
-        nearest.
+        A value is rounded up if its number in `uniform`, which is in [0, 1), is less than the probability of rounding
+        up. The number 0.5 rounds to nearest.
         """
         if not self.rounds:
             return values, None
@@ -137,14 +137,14 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """Return the values that a checkpoint stores. For formats without scales, return the state's own memory;
+        """Return the values that a checkpoint stores. For formats without scales, return the stored tensor itself;
         otherwise, return an exact copy on the host."""
         if not self.format.scaled:
             return self.codes
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
 
     def take_up(self, values: Tensor) -> None:
-        """Store the values of a checkpoint, which `exported` returned when the checkpoint was saved."""
+        """Encode values from a checkpoint. States without scales are loaded in place, so they need no encoding."""
         if not self.format.scaled:
             return
         for start, stop in chunks(self.codes.numel()):
@@ -156,8 +156,8 @@ class StoredState:
 
 
 def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
-    """Return the ranges [start, stop) of chunks with at most `size` elements. This limit bounds the size of temporary
-    tensors."""
+    """Return the ranges [start, stop) of chunks with at most `size` elements. The chunk size limits the size of
+    temporary tensors."""
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
@@ -170,15 +170,15 @@ def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Te
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Compute 2^e exactly in fp32, for integers from -126 to 127."""
+    """Compute 2^e exactly in fp32, for integers e from -126 to 127."""
     return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
-    """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
+    """Return the smallest exponent e, as int32, for which amax / 2^e is at most the format's largest number.
 
-    For values that were already rounded with the scale 2^e, this function may return a smaller exponent. The smaller
-    scale also represents these values exactly.
+    If the values were already rounded with the scale 2^e, the result may be a smaller exponent, whose scale also
+    represents the values exactly.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -211,23 +211,24 @@ def split_master(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(params: Tensor, remainders: Tensor) -> Tensor:
-    """Restore the fp32 numbers that `split_master` split into upper and lower 16 bits."""
+    """Restore fp32 numbers from the bf16 numbers and the remainders that `split_master` returned."""
     return ((params.view(torch.int16).to(torch.int32) << 16) + remainders.to(torch.int32)).view(torch.float32)
 
 
 CHUNK = 2**18
-"""Number of elements that an update processes at a time if it is not compiled. Temporary tensors of this size fit into
-a CPU's cache."""
+"""Number of elements that an update processes at once if it is not compiled. Temporary tensors of this size fit into a
+CPU's cache."""
 
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
 MAIN = 0x52DCE729
-"""Salt for the random bits that round main parameters. EXP_AVG and EXP_AVG_SQ are the salts for the random bits that
-round Adam's moments."""
+"""Salts of the hashes that compute the random bits for rounding: MAIN for main parameters, EXP_AVG and EXP_AVG_SQ for
+Adam's moments."""
 
 
 class PackedShard(Shard):
-    """Shard that stores its states in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
+    """Optimizer shard that stores main parameters and moments in the formats of --main-params-dtype, --exp-avg-dtype
+    and --exp-avg-sq-dtype."""
 
     changes_params_when_loaded = True
 
@@ -240,8 +241,8 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """True if parameters are rounded with ties away from zero, as `split_master` does. This is also true on the
-        host, where remainders are not stored, so that host and device round alike."""
+        """True if bf16 parameters are rounded as by `split_master`, with ties away from zero. On the host, no
+        remainders are stored, but parameters are rounded in the same way as on the device."""
         self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
@@ -251,15 +252,15 @@ class PackedShard(Shard):
         self.take_up({MAIN_PARAM: params.to(self.device, main_dtype)})
 
     def write_params(self) -> None:
-        """Do nothing, because an update already writes the parameters together with the main parameters."""
+        """Do nothing, because an update writes the parameters together with the main parameters."""
 
     def read_main(self, start: int, stop: int) -> Tensor:
         first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
         return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
 
     def part(self, start: int, stop: int) -> Part:
-        """Return the tensors that an update of elements [start, stop) reads and writes. The range must consist of whole
-        scale blocks."""
+        """Return the views that an update of elements [start, stop) reads and writes. The range must be whole scale
+        blocks."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
         moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)
@@ -299,8 +300,8 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of one range of elements in a shard's tensors. Which of these tensors are empty depends on how main
-    parameters are stored (`PackedShard.kind`). Each optimizer state is a pair (codes, scale exponents).
+    """Views of a range of elements in the tensors of a `PackedShard`. `PackedShard.kind` determines whether
+    `remainders` and `main` are empty. Each optimizer state is a pair (codes, scale exponents).
     """
 
     grads: Tensor
@@ -312,13 +313,12 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Scalar inputs of an update. The scalars are tensors on the device, so that a new value does not trigger
-    recompilation."""
+    """Scalar inputs of an update. They are tensors on the device, so that new values do not trigger recompilation."""
 
     lr: Tensor
     weight_decay: Tensor
     factor: Tensor
-    """Factor that multiplies gradients."""
+    """Factor by which gradients are multiplied."""
 
     number: Tensor
     """Number of the update, counted from 1."""
