@@ -43,7 +43,7 @@ def check_arguments(checkpoint: str | None, fields: Mapping[str, str]) -> None:
 
 
 def load_named(extension: str) -> None:
-    """Load the extension files that the user names. Raises ModelArgumentError if one cannot be used."""
+    """Load the extension files that the user names. Raises ModelArgumentError if an extension cannot be used."""
     try:
         load_extensions([name for name in extension.split(os.pathsep) if name])
     except ExtensionError as error:

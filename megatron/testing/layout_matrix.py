@@ -36,7 +36,7 @@ class Parity(ParityPlan):
     def __init__(
         self, flags: Sequence[str], root: Path, steps: int = 2, max_ranks: int = 8, timeout: float = 300.0
     ) -> None:
-        """Prepare the rows without running them, as `ParityPlan` does.
+        """Prepare the rows in the same way as `ParityPlan`, without running them.
 
         Args:
             flags: Command line of pretrain_gpt.py.

@@ -92,7 +92,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
-            time.sleep(0.2)  # time for another rank to report an error that caused this failure
+            time.sleep(0.2)  # so that another rank can report an error that caused this failure
             break
         if time.monotonic() > deadline:
             for process in ranks:
@@ -129,7 +129,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Let several processes of a host use its first GPU over NCCL. Call this function before NCCL starts.
+    """Let several processes on a host share its first GPU and communicate through NCCL. Call this function before NCCL
+    starts.
 
     NCCL refuses two ranks on one GPU of a host. If each rank has a different value of NCCL_HOSTID, NCCL treats the
     ranks as separate hosts and sends over sockets. `scripts/rank_as_host.sh` does the same for ranks that a launcher

@@ -85,7 +85,8 @@ class Checkpoints:
         train: bool = False,
         rounded: Mapping[str, Mapping[str, float]] = NOTHING,
     ) -> dict[str, list[str]]:
-        """Optionally train and save under one layout, then load checkpoints and compare.
+        """Optionally train and save a checkpoint under one layout. Then load checkpoints and compare the loaded values
+        with the saved values.
 
         Args:
             name: Name of the layout and of its checkpoint.

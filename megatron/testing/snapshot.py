@@ -296,7 +296,8 @@ def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 def _callback_kind(name: str) -> str:
-    """Return the prefix of the names of a callback's states in keys. Spaces are replaced with underscores."""
+    """Return the prefix with which snapshot keys name the states of the callback `name`. Spaces are replaced with
+    underscores."""
     return callback_prefix(name).replace(" ", "_")
 
 
@@ -351,8 +352,8 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
 
 
 FLOOR = 1e-3
-"""Lower bound for the norm by which a difference is divided, as a fraction of the largest norm among tensors of the
-same kind and step.
+"""When a difference is divided by the norm of a tensor, the divisor is at least this fraction of the largest norm among
+tensors of the same kind and step.
 
 Some gradients are zero except for rounding. An example is the gradient of a key bias, on which softmax does not depend.
 The norm of a gradient that is pure rounding noise is not a useful scale.

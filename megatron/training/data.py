@@ -119,7 +119,8 @@ class TrainingData:
         return begun[0][1] if len(begun) == 1 else content_hash({"stages": begun})
 
     def enter(self, phase: Phase) -> None:
-        """Switch to a phase: use its data for evaluation, and its model's batch format."""
+        """Switch to a phase. From now on, evaluations use the data of this phase, and batches have the format of its
+        model."""
         self.model, number = phase.config.model, self.plan.phases.index(phase)
         self.train.deal, self.divide = dealer_of(phase.config), divider_of(phase.config)
         for each in self._iterators()[1:]:

@@ -119,7 +119,7 @@ class ForwardBackward:
 
 
 def count_tokens(batches: list[Batch]) -> torch.Tensor:
-    """Return the number of valid tokens in this rank's micro-batches, a scalar on the device."""
+    """Return the number of valid tokens in this rank's micro-batches, as a scalar on the device."""
     return torch.stack([batch.num_tokens for batch in batches]).sum()
 
 
@@ -132,7 +132,7 @@ def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtim
 
 
 class Pipeline:
-    """Run any number of micro-batches through the stages, in the order of the pipeline schedule.
+    """Pipeline that runs any number of micro-batches through the stages, in the order of the pipeline schedule.
 
     Extensions may replace this class with a subclass that runs the micro-batches in another way
     (`megatron.training.step_parts`)."""
@@ -162,7 +162,7 @@ class Pipeline:
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
         """Run the forward and backward passes of the micro-batches. Each loss sum is multiplied by `seed` before its
-        backward pass. Returns the loss sum of each micro-batch on the last stage, and [] on other stages."""
+        backward pass. Returns the loss sum of each micro-batch on the last stage, and an empty list on other stages."""
         lists = self.lists(len(batches), in_turns=self.passes.pair.in_turns)
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 

@@ -163,15 +163,15 @@ class Meter:
         """Called before the passes of a step, and again before repeated passes."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches for the passes. `scale` is the factor for auxiliary losses. An auxiliary loss that
-        is a mean over the tokens of the global batch must be multiplied by `scale` before its backward pass."""
+        """Return the micro-batches for the passes, with `scale` as the factor for auxiliary losses. An auxiliary loss
+        that is a mean over the tokens of the global batch must be multiplied by `scale` before its backward pass."""
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
         """Called after the last backward pass. The reduced gradients are not yet multiplied by `factor`."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Called when the weights are updated. Must not wait for the device, nor count the step if `skip` is 1."""
+        """Called when the weights are updated. Do not wait for the device, and do not count the step if `skip` is 1."""
 
     def step_state(self) -> list[Tensor]:
         """Return the tensors that `end_step` changes. If the update is rolled back, these tensors are restored."""
@@ -357,7 +357,7 @@ class Callback:
         return ()
 
     def state(self) -> object:
-        """Return the callback's state for checkpoints, in JSON types, equal on all ranks; None if there is none."""
+        """Return the callback's state for checkpoints, in JSON types, equal on all ranks; None if it has no state."""
         return None
 
     def load_state(self, state: object) -> None:

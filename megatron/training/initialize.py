@@ -203,7 +203,8 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
         LINEAR_FORMATS[name].check(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # The model does not use these generators: it derives random values from the seed and a position. Users' hooks may.
+    # The model does not use these generators: it derives random values from the seed and a position. Users' hooks may
+    # use them.
     random.seed(config.training.seed)
     np.random.seed(config.training.seed % 2**32)
     torch.manual_seed(config.training.seed)

@@ -97,7 +97,7 @@ class RunPlan:
     """Global batch sizes over the whole run."""
 
     flag: ClassVar[str] = "--load"
-    """Flag that messages about phases name first."""
+    """Flag with which error messages about phases begin."""
 
     @classmethod
     def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
@@ -212,8 +212,8 @@ class RunPlan:
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """If the batch sizes differ from those of the saved run, return a line about the rest of the run; otherwise,
-        return None. The run resumes at the last position in `past`."""
+        """If the batch sizes differ from those of the saved run, return a line that says how many iterations and
+        samples remain; otherwise, return None. The run resumes at the last position in `past`."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):
             return None

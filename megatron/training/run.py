@@ -35,9 +35,9 @@ class TrainingRun(RunView):
     """Object that owns all components of a run on one rank. The training loop owns this object. The training loop
     passes to each function only the components that the function uses.
 
-    `config` is the configuration of the current phase, and `plan.base` is the configuration that the flags give.
-    `progress` and `interval` change with every step. The other components are built once and stay the same for the
-    whole run.
+    `config` is the configuration of the current phase, and `plan.base` is the configuration that results from the
+    flags. `progress` and `interval` change with every step. The other components are built once and stay the same for
+    the whole run.
     """
 
     plan: RunPlan
@@ -60,7 +60,7 @@ class TrainingRun(RunView):
     """A `megatron.training.train_step.TrainStep`."""
 
     passed_over: set[int]
-    """Iterations whose samples are skipped without training, given by --iterations-to-skip or added by extensions."""
+    """Iterations whose samples are skipped without training, as set by --iterations-to-skip or by extensions."""
 
     first_iteration: int
     """Iteration at which training begins in this process."""

@@ -58,9 +58,9 @@ class StepGuard:
         self._pending = step, result
 
     def settle(self) -> bool:
-        """Read the verdict on the last step and act on it. Call this method once per step. Waits for the device.
-        The call is collective if the loss or gradient was not finite. Returns True if a callback's search for the cause
-        may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
+        """Read the verdict on the last step and act on it. Call this method once per step. The call waits for the
+        device. It is collective if the loss or gradient was not finite. Returns True if a callback's search for the
+        cause may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
         """
         self._optimizer.end_update()
         if self._pending is None:
@@ -87,7 +87,7 @@ class StepGuard:
         return Verdict(step, result, nan, refused, refused and skipped_before >= self.checks.max_skipped_iterations)
 
     def _count(self, verdict: Verdict) -> None:
-        """Add a step that does not end the run to the counters in `Progress`."""
+        """Update the counters in `Progress` for a step that does not end the run."""
         progress, result = self._progress, verdict.result
         progress.skipped_iterations += result.skipped
         progress.scheduled_samples += 0 if result.skipped else verdict.step.samples
@@ -113,8 +113,8 @@ class StepGuard:
         raise BadStepError(message, "; ".join(advice))
 
     def store_means(self) -> None:
-        """Copy the running means of loss and gradient norm into `Progress`, which checkpoints contain. Waits for the
-        device."""
+        """Copy the running means of loss and gradient norm into `Progress`, which checkpoints contain. This method
+        waits for the device."""
         if self.judge is not None:
             self._progress.running_means = tuple(self.judge.state.tolist())
 

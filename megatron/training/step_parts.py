@@ -91,8 +91,8 @@ def step_parts(config: RunConfig) -> StepParts:
 
 
 def late_update(config: Section) -> str | None:
-    """Return the name of the registered step parts that update weights before the gradient norm is known at the end of
-    the step; None if there are none."""
+    """Return the name of the registered step class that updates weights before the gradient norm is known at the end of
+    the step; None if no such class is registered."""
     return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
 
 

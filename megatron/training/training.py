@@ -84,7 +84,7 @@ def goes_on(run: TrainingRun) -> bool:
 
 def next_step(run: TrainingRun) -> bool:
     """Return True if there is a next step, and False at the end of the run or after a request to stop. If a checkpoint
-    is requested, also saves it."""
+    is requested, the function also saves it."""
     requests = run.runtime.watchdog.requests
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
         run.runtime.watchdog.doing(f"step {run.progress.iteration + 1}")

@@ -1,7 +1,7 @@
 """Samples of one step: tokens, labels, loss mask, and document boundaries within samples.
 
 An `.npz` file contains the samples in Megatron-LM's form (the first list) or in transformers' form (the second list).
-All arrays are [samples, s]:
+All arrays have the shape [samples, s]:
 
     tokens, labels      label i follows token i
     loss_mask           optional; 1 for labels that count
@@ -62,8 +62,8 @@ class Batch:
     """Tokens attend only to tokens with the same id; None for one document per sample."""
 
     tables_only: bool = True
-    """True if only position tables use `position_ids`, as in Megatron-LM; False if rotary embeddings do too, as in
-    transformers."""
+    """True if only position tables use `position_ids`, as in Megatron-LM. False if rotary embeddings also use
+    `position_ids`, as in transformers."""
 
     @classmethod
     def read(cls, path: Path) -> Batch:

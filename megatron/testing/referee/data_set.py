@@ -36,7 +36,7 @@ class Chosen(NamedTuple):
     """Sample numbers, counted from 0 in the order in which the run consumes them."""
 
     iteration: int | None = None
-    """Number of the step, from 1."""
+    """Number of the step, counted from 1."""
 
     def __str__(self) -> str:
         return f"--iteration {self.iteration}" if self.iteration is not None else "--samples"
@@ -47,7 +47,7 @@ MOST = 100_000
 
 
 def sample_numbers(text: str) -> tuple[int, ...]:
-    """Parse numbers and ranges such as `0-7,12`. Raises ValueError if the text has another form."""
+    """Parse numbers and ranges such as `0-7,12`. Raises ValueError if the text has a different form."""
     found: list[int] = []
     for part in text.split(","):
         match = RANGE.fullmatch(part.strip())

@@ -29,7 +29,7 @@ LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 to be exact in this program would allow no difference."""
 
 PARTS = (2, 4, 8)
-"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. The largest number in `PARTS` is
+"""Numbers of ranks to try when a gradient may contain only one rank's part of a sum. The largest number in `PARTS` is
 also the number of blocks into which a long sequence is divided."""
 
 MOST_SAMPLES = 16
@@ -57,7 +57,8 @@ class Judgement:
 
     @property
     def first(self) -> str | None:
-        """Name of the first parameter of the backward pass that has a wrong gradient; None if there is none."""
+        """Name of the first parameter of the backward pass that has a wrong gradient; None if all gradients are
+        correct."""
         return next((name for name, verdict in self.rows.items() if not verdict.equal), None)
 
     @property
@@ -148,8 +149,8 @@ def _times(factor: float, share: float, allowed: float) -> str:
 
 
 def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield the gradient summed over only some blocks of sequence positions. The other program may have forgotten to
-    add the sums of all sequence-parallel or context-parallel ranks, each of which covers one block."""
+    """Yield partial sums of the gradient, each over some blocks of sequence positions. The other program may have
+    forgotten to add the sums of all sequence-parallel or context-parallel ranks, each of which covers one block."""
     length = batch.tokens.shape[1]
     count = _blocks(length)
     terms = [model.gradients(batch, Watched(name, (block, count)))[name] for block in range(count)]
@@ -158,9 +159,9 @@ def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def _over_features(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield the gradient summed over only some shards of the features that enter the next row-parallel layer, such as
-    attention heads. The other program may have forgotten to add the sums of all tensor-parallel ranks, each of which
-    covers one shard."""
+    """Yield partial sums of the gradient, each over some shards of the features that enter the next row-parallel layer,
+    such as attention heads. The other program may have forgotten to add the sums of all tensor-parallel ranks, each of
+    which covers one shard."""
     metas = model.source.metas
     last = next((each for each in next_row_parallel(name) if each in metas), None)
     if last is None or last == name:

@@ -1,4 +1,5 @@
-"""Loss and gradients of a model, computed in one process: in fp64, or in another number format to measure its rounding.
+"""Loss and gradients of a model, computed in one process, either in fp64 or in another number format whose rounding
+errors are to be measured.
 
 Weights, gradients and the tensors saved for the backward pass are in files (`on_disk.py`), so memory holds only the
 temporary tensors of one layer at a time. The weights are never updated.

@@ -46,7 +46,7 @@ def choose_checkpoint(
     `world`.
 
     If `verified` is True, the ranks read all files of a checkpoint and compare them with its manifest. A checkpoint
-    also counts as damaged if its metadata contain values of wrong types. `say` receives one line for each skipped
+    also counts as damaged if its metadata contain a value of the wrong type. `say` receives one line for each skipped
     checkpoint, on every rank. Raises ValueError on every rank if there are checkpoints but none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
@@ -208,8 +208,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Return advice for a user who has changed the data or the sequence length: use the flags that divide a run into
-    phases. Returns an empty string if the run already has phases."""
+    """Return advice for a user who has changed the data or the sequence length. The advice names flags that divide a
+    run into phases. Returns an empty string if the run already has phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""

@@ -50,8 +50,8 @@ class RunSaver:
             self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
-        """Allocate staging memory for checkpoints, unless the run saves none. Warn if --save contains checkpoints of
-        later iterations, because this run will replace them."""
+        """Allocate staging memory for checkpoints, unless the run saves no checkpoints. Warn if --save contains
+        checkpoints of later iterations, because this run will replace them."""
         save = self.options.save
         root = self.options.save_root
         iteration = self._progress.iteration

@@ -216,8 +216,8 @@ def config_of(values: dict[str, object]) -> RunConfig:
 
 
 def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
-    """Read a command line. The extensions that it names are read first, then the --config files in order. The flags are
-    read last and override the files.
+    """Read a command line. The extensions that the command line names are read first, and then the --config files in
+    order. The flags are read last and override the files.
 
     `script` is the file from which the command line was read, or None if the user typed it. Raises ExtensionError.
     """
@@ -309,7 +309,7 @@ def save_config(config: RunConfig, path: str | PurePath) -> None:
 
 
 def _yaml_lines(flag: Flag, value: object) -> list[str]:
-    """Format a flag and its value as YAML lines; returns no line for None."""
+    """Format a flag and its value as YAML lines. If the value is None, return no lines."""
     import yaml
 
     if value is None:

@@ -155,7 +155,7 @@ def switches() -> list[str]:
 
 
 def asked_command(given: GivenOptions, world_size: int | None) -> Command | None:
-    """Return the command that the given options select. If there is anything wrong with the options, add problems to
+    """Return the command that the given options select. If the options are not valid, add problems to
     `given.problems`."""
     found = [
         COMMANDS[each](given, world_size)

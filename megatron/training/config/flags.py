@@ -161,7 +161,8 @@ class ExtensionSection:
     """True if the rules apply even if none of these flags is given, because other flags can select the component."""
 
     resolve: Resolve | str | None = None
-    """Function that fills in values of other flags, given directly or as "module:function"."""
+    """Function that fills in values of other flags. The value is either the function itself or its location
+    "module:function"."""
 
     reads: Resolve | str | None = None
     """Function, or its location "module:function", that reads values of other flags from the files which these flags
@@ -304,8 +305,8 @@ def named_value(config: RunConfig, field: str) -> Any:
 
 
 def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """Return the configuration with `values`, keyed by field. Fields of extensions that are not installed are
-    ignored."""
+    """Return the configuration after setting the fields in `values`, which maps field names to values. Fields of
+    extensions that are not installed are ignored."""
     found: dict[str, dict[str, object]] = {}
     for flag in (field_table()[field] for field in values if field in field_table()):
         found.setdefault(flag.section, {})[flag.field] = values[flag.field]

@@ -72,7 +72,7 @@ def absent_checkpoint(config: RunConfig) -> Problem | None:
     """Return a problem if --load does not exist, unless the run needs the checkpoint to determine the model. Otherwise,
     return None.
 
-    A plan reports the missing checkpoint, but does not fail because of it.
+    A command that plans the run reports the missing checkpoint, but does not fail because of it.
     """
     if config.checkpoint.exit_on_missing_checkpoint or kind_of(config.checkpoint.load or "") != "missing":
         return None

@@ -50,7 +50,8 @@ def write_json(content: Mapping[str, object], json_file: str) -> None:
 
 
 def why_unwritten(error: OSError) -> str | None:
-    """Return a line that reports output that could not be written; None for any other error."""
+    """If the error means that output could not be written, return a line that reports this error; otherwise, return
+    None."""
     if isinstance(error, OutputError):
         return str(error)
     if error.errno not in UNWRITABLE or error.filename is not None:
@@ -102,7 +103,7 @@ def why_unwritable(folder: Path) -> str | None:
         return f"{nearest} is a file, not a folder"
     try:
         with tempfile.TemporaryDirectory(prefix=".written-", dir=nearest) as probe:
-            (Path(probe) / "page").write_bytes(bytes(4096))  # a full disk may still accept a folder, but not a page
+            (Path(probe) / "page").write_bytes(bytes(4096))  # a full disk may accept a folder, but no data
     except OSError as error:
         return f"{nearest} cannot be written ({error.strerror})"
     return None

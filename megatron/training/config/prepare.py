@@ -35,7 +35,8 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """Return the resolved configuration for the world of this process.
 
     If there are problems, the function prints all of them and raises SystemExit with code 2. If the command line
-    selects a command, runs it and raises SystemExit with the command's exit code. Only one rank prints messages.
+    selects a command, the function runs the command and raises SystemExit with its exit code. Only one rank prints
+    messages.
     """
     try:
         return _prepared(command, launch)

@@ -61,7 +61,7 @@ class ForeignProgram(Protocol):
         """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Map each file in examples/ that registers unknown flags to one of them."""
+        """Map each file in examples/ that registers unknown flags to one of these flags."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
@@ -87,7 +87,7 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """Map each file in examples/ that registers unknown flags to one of them."""
+    """Map each file in examples/ that registers unknown flags to one of these flags."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
@@ -157,8 +157,8 @@ class FlagReader(GivenOptions):
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Read the flag of a field. `given` contains the values that the user wrote, `texts` the same values in this
-        program's terms."""
+        """Read the flag of a field. `given` contains the values that the user wrote. `texts` contains this program's
+        equivalents."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:
@@ -194,7 +194,8 @@ class FlagReader(GivenOptions):
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """Report an unknown flag. A known name is suggested only if it resembles the given name or begins with it."""
+        """Report an unknown flag. The message suggests a known name only if it resembles the given name or begins with
+        the given name."""
         import difflib
 
         if (home := home_of(name)) is not None:

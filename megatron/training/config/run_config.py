@@ -259,7 +259,7 @@ class RunConfig(Section):
     @property
     def restarts_positions(self) -> bool:
         """True if positions restart at each document, so that position ids differ between samples. For models without a
-        position table, --reset-position-ids does not matter: a rotary embedding depends only on distances between
+        position table, --reset-position-ids does not matter. A rotary embedding depends only on distances between
         tokens, which do not change when positions restart."""
         return self.data.reset_position_ids and self.model.position_table
 

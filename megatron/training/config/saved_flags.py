@@ -77,7 +77,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # a default was probably not given
+            if named_value(config, field) != field_table()[field].default  # users rarely set a default value
         ]
         config = with_named(config, changed)
     if wanted[0]:
@@ -210,7 +210,7 @@ def with_past_batches(config: RunConfig) -> RunConfig:
 def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
     """Return the positions at which the saved run changed its batch size, followed by the position of the checkpoint.
 
-    If the metadata contain no such positions, the batch size of the saved run was constant.
+    If the metadata contain no batch-size changes, the batch size of the saved run was constant.
     """
     here = metadata.get("iteration"), metadata.get("consumed_samples")
     if not all(isinstance(value, int) for value in here):
@@ -220,7 +220,7 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 
 
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
-    """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
+    """Return the configuration sections of the latest checkpoint in a folder; None if there is no checkpoint.
 
     If a training phase has changed a flag, the sections contain the flag's value for the whole run, not for this phase.
     Raises ValueError if no checkpoint is readable, or if another program wrote the checkpoints.

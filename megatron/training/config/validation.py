@@ -75,8 +75,8 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
         resolved = resolve(config, world_size)
     problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
-        # If a value is wrong by itself, rules that relate it to other values are skipped, so that it is reported only
-        # once.
+        # If a value is wrong by itself, rules that relate this value to other values are skipped. The value is
+        # therefore reported only once.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
         problems += [p for p in _of_extension(section, config, resolved, world_size) if p.flag not in flagged]

@@ -44,7 +44,7 @@ def read_yaml_file(path: str | Path) -> str:
 
 
 def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
-    """Parse YAML text to nodes; returns None for an empty text.
+    """Parse YAML text to nodes. Return None for an empty text.
 
     Raises ValueError with a one-line message if the text is not YAML, or contains values that settings files may not
     use. `any_tag` also permits values with application tags, which remain nodes.

@@ -50,8 +50,8 @@ class LogLines:
         yield f" {f'{split} {name}'.strip()} after iteration {iteration} | loss: {loss:.6E}{shown}"
 
     def saving(self, iteration: int, stalled: float) -> str:
-        """Return the line about a save that has started. Training was stalled for `stalled` seconds until the save had
-        started."""
+        """Return the line that reports that a save has started. Training was stalled for `stalled` seconds until the
+        save had started."""
         return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
 
     def saved(self, iteration: int, seconds: float) -> str:

@@ -50,8 +50,8 @@ class Tallies(Meter):
 
 
 def means(summed: Tensor) -> list[float | None]:
-    """Return the mean for each row [sum, count] in the result of `take` summed over all ranks. The mean is None for a
-    row whose count is 0."""
+    """Return the mean, sum / count, for each row [sum, count] of `summed`. `summed` is the result of `take`, summed
+    over all ranks. The mean is None for a row whose count is 0."""
     return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
 
 
@@ -78,7 +78,7 @@ class MultiTokenLosses(Tallies):
 
 
 class UserMetrics(Tallies):
-    """Sums of the values of custom metrics. If no custom metrics are registered, the meter does no work."""
+    """Meter that sums the values of custom metrics. If no custom metrics are registered, the meter does no work."""
 
     def __init__(self, metrics: Mapping[str, Measure], device: torch.device) -> None:
         super().__init__([], len(metrics), True, device)

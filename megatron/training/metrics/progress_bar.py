@@ -26,8 +26,8 @@ class Bar(Protocol):
 
 
 class ProgressBar:
-    """Show how much of `total` is done. On a terminal, the progress is a tqdm bar. Otherwise, `say` is called with a
-    line every 30 seconds, and short operations print nothing."""
+    """Progress bar that shows how much of `total` is done. On a terminal, the progress is a tqdm bar. Otherwise, `say`
+    is called with a line every 30 seconds, and short operations print nothing."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class ProgressBar:
 
 
 def bars(what: str, unit: str, say: Callable[[str], None] | None = None) -> Callable[[int, int], None]:
-    """Return a function (done, total) that shows the progress of an operation. Calling it with `done=0` begins the next
-    operation."""
+    """Return a function (done, total) that shows the progress of an operation. Calling the returned function with
+    `done=0` begins the next operation."""
     shown: list[ProgressBar] = []
 
     def update(done: int, total: int) -> None:

@@ -26,7 +26,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
     """End daemonic multiprocessing processes. Without this function, Python would send SIGTERM to these processes and
     then wait for them without a time limit. Prints a line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None:  # no child processes without an import of multiprocessing
+    if multiprocessing is None:  # without this module, there are no daemonic child processes
         return
     # In a forked process, `active_children` also returns the parent's children.
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]

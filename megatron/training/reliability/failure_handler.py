@@ -1,5 +1,5 @@
-"""End all ranks after one fails. The first failed rank writes one report for all ranks. The other ranks send their
-positions to this rank, and exit.
+"""End all ranks after one fails. The first failed rank writes one report for all ranks. The other ranks report to this
+rank the line of code that they execute, and exit.
 
 If a rank's error may be due to another rank's error, the rank first waits for a report of the other error. Every public
 method of `FailureHandler` except `connect` ends the process.
@@ -43,10 +43,10 @@ GRACE = 3.0
 """Seconds that a failing rank waits for other ranks to report an earlier error that may have caused its own error."""
 
 GATHER = 2.0
-"""Seconds within which the other ranks must report their positions."""
+"""Seconds within which the other ranks must report the line of code that they execute."""
 
 STORE_ANSWER = 1.5
-"""Seconds to wait for an answer of the store. A reachable store answers within this time."""
+"""Seconds to wait for an answer from the store. A reachable store answers within this time."""
 
 PARTING = 5.0
 """Maximum number of seconds that an exiting rank waits until the other ranks have read why it exits."""
@@ -194,8 +194,8 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report the failure on this host and end the process, without messages to or from other hosts, which may still
-        share files with this host."""
+        """Report the failure on this host and end the process, without exchanging messages with other hosts. Other
+        hosts may still share files with this host."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -389,7 +389,7 @@ class FailureHandler:
         self._exit(cause.code)
 
     def _echo(self, cause: Failure) -> None:
-        """Print one line about a failure if its report appears only on another host and torchrun shows none here."""
+        """Print one line about a failure if only another host prints the report and torchrun prints none here."""
         elsewhere = cause.reporter not in self._board.neighbours() and self._launch.launcher == "torchrun"
         if self._launch.local_rank == 0 and elsewhere and restarts_left():
             print(cause.line(), file=sys.stderr, flush=True)

@@ -184,7 +184,8 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
     torchrun is ending too (`now` is True), this function prints the text itself.
 
     The time in the error file is one second before the failure, so that torchrun reports this failure as the root
-    cause. For a process that died without an error file, torchrun uses the second in which it noticed the end."""
+    cause. For a process that died without an error file, torchrun uses the second in which torchrun noticed that the
+    process had ended."""
     text = visible(text)
     written = write_error_file(text, (at or time.time()) - 1)
     if not written or restarts_left() or now:

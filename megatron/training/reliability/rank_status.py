@@ -69,7 +69,8 @@ class HangAnalysis:
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
-        """Return the ranks that block the others; None if the ranks' positions do not reveal them."""
+        """Return the ranks that block the others; None if the phases and lines of code in `standings` do not reveal
+        them."""
         return None
 
     def write(self, folder: Path, rank: int) -> None:

@@ -290,7 +290,7 @@ class Board:
         store.set(f"peer/{launch.rank}", _json(self.me))
 
     def check_world_size(self) -> None:
-        """Raise ValueError if the first rank to arrive has a different world size."""
+        """Raise ValueError if this rank and the first rank to arrive have different world sizes."""
         rank, own = self.launch.rank, self.launch.world_size
         if (first := self.claim("world", str(own), parse_integer)) != own:
             raise ValueError(
@@ -309,7 +309,7 @@ class Board:
         return self._parsed(key, text, parse) if text else None
 
     def read_all(self, name: str, parse: Callable[[str], T]) -> dict[int, T]:
-        """Return {rank: parsed value}. Ranks without a value, or with a value that `parse` rejects, are omitted."""
+        """Return a dict from rank to parsed value. Ranks with missing or malformed values are omitted."""
         found = {rank: self._parsed(f"{name}/{rank}", text, parse) for rank, text in self.get_all(name).items()}
         return {rank: value for rank, value in found.items() if value is not None}
 

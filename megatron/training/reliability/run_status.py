@@ -120,7 +120,7 @@ class ExitCode(IntEnum):
     """A flag, or a file that a flag names, must be corrected first; a restart does not help."""
 
     CALLBACK_FAILED = 3
-    """Trained and saved as with DONE, but the `on_end` method of a callback raised an exception."""
+    """The run ended as with DONE, but the `on_end` method of a callback raised an exception."""
 
     TO_BE_RESUMED = 75
     """Stopped after saving, because of a signal or the end of the SLURM job. Starting the same command again resumes

@@ -20,8 +20,7 @@ class Starter(Protocol):
     failure."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-        """Call `attempt` once or several times. Each call runs in a separate process, with a rank and a world of its
-        own.
+        """Call `attempt` once or several times. Each call runs in a separate process, which has its own rank and world.
 
         The launcher may also have started spare processes, so there may be more processes than ranks. Returns the exit
         code of the last attempt.

@@ -29,8 +29,8 @@ class Watch:
     the run cannot continue, the watch ends all ranks through `Watchdog.failures`."""
 
     def start(self) -> None:
-        """Prepare the watch. Called before the watchdog's thread starts and after the run's folders were found to be
-        writable. An exception from this method ends the run."""
+        """Prepare the watch. Called after the run's folders are known to be writable, and before the watchdog's thread
+        starts. An exception from this method ends the run."""
 
     def look(self) -> None:
         """Check the condition. Called on the watchdog's thread, about twice per second. This method may read from the
@@ -97,7 +97,7 @@ class Watchdog:
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
 
     def check_save_folder(self) -> None:
-        """Raise OSError if the run must currently not write to the --save folder. Called on the first rank."""
+        """Raise OSError if the run must not write to the --save folder at present. Called on the first rank."""
         for guard in self.save_guards:
             guard()
 

@@ -103,8 +103,9 @@ LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("eps", "epsilon"), (1, "")),
     **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
 }
-"""Upper limits for numbers of this program's flags. The key is a word in the name of the field, and the value is a pair
-of the limit and a comment on the limit."""
+"""Upper limits for the numeric values of this program's flags. Each key is a word in the names of configuration fields.
+Each value is a pair of the limit and a comment on the limit. The key is a word in the name of the field, and the value
+is a pair of the limit and a comment on the limit."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:

@@ -31,8 +31,8 @@ Judge = Callable[[RunConfig], Sequence[Problem]]
 
 
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
-    """Return the problems with valid suggestions. Where possible, the value N in a remedy "nearest: N" is replaced with
-    a value that all rules for the flag accept.
+    """Return the problems, with legal values in their suggestions. Where possible, the value N in a remedy "nearest: N"
+    is replaced with a value that all rules for the flag accept.
 
     If no such value is found, the remedy names the rule that refuses the suggested value. `judge` is a function that
     returns the problems of a configuration.
@@ -90,7 +90,7 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
 
 
 def _values(problem: Problem) -> list[int]:
-    """Return the values that the remedy of a problem suggests as the nearest."""
+    """Return the values that the remedy of a problem suggests as nearest legal values."""
     found = NAMED.fullmatch(problem.remedy)
     return [] if found is None else [int(each) for each in (found["first"], found["second"]) if each and int(each)]
 

@@ -135,7 +135,7 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 def type_problem(config: object) -> str | None:
     """Return a description of the first value in a configuration that does not have the type of its field; None if all
-    types are right.
+    types are correct.
 
     Example: `config.model.num_layers must be a whole number, but is text`. Fields that this program does not have may
     contain any value, because they are never read.
