@@ -134,7 +134,7 @@ def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtim
 class Pipeline:
     """Pipeline that runs any number of micro-batches through the stages, in the order of the pipeline schedule.
 
-    Extensions may replace this class with a subclass that runs the micro-batches in another way
+    Extensions may replace this class with a subclass that runs the micro-batches in a different way
     (`megatron.training.step_parts`)."""
 
     executor_type: type[PipelineExecutor[GPTModel, Batch]] = PipelineExecutor

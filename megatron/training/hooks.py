@@ -66,7 +66,7 @@ class StepView:
     batches: Sequence[Batch]
     """This rank's micro-batches, on its device."""
     loss_and_tokens: Tensor
-    """Loss sum and number of valid tokens, float64 [2] on the device; zeros on ranks without the last stage."""
+    """Tensor [loss sum, number of valid tokens] in float64 on the device; zeros on ranks without the last stage."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Task:
     evaluates: bool = False
     """True if the task evaluates the model. A run with --skip-train performs the task once."""
     before_step: bool = False
-    """True if the task runs before each step, not after it. With `counts`, the task's time counts as step time."""
+    """True if the task runs before each step, not after it. If `counts` is True, its time counts as step time."""
     ends_interval: bool = False
     """True to write a log line before the task, so that no log line averages over steps before and after the task."""
     at_finish: bool = False

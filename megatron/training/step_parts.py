@@ -55,11 +55,12 @@ class UpdateBytes(NamedTuple):
 @dataclass(frozen=True)
 class StepFacts:
     """Properties of the classes with which an extension replaces objects of a training step. Memory plans and
-    validation rules use these facts. The functions receive a section of the run's configuration, which also gives
+    validation rules use these properties. The functions receive a section of the run's configuration, which also gives
     access to the flags of extensions."""
 
     when: Callable[[Section], bool]
-    """Function of a configuration section that returns True if a run with this configuration uses these parts."""
+    """Function that takes a configuration section, and returns True if a run with this configuration uses these
+    classes."""
 
     kept: Callable[[UpdateBytes], int] | None = None
     """Function that returns the number of extra bytes that these step parts keep on the device because their updates do

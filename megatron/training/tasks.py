@@ -122,9 +122,9 @@ def why_untrained(run: TrainingRun) -> str:
 def end_callbacks(run: TrainingRun) -> str:
     """Call `on_end` of all callbacks. Collective.
 
-    The run has ended and is saved, so an exception in a callback must not change the run's result. Prints the message
-    of the first exception, and returns this message on every rank. Returns an empty string if no callback raised an
-    exception.
+    The run has ended and is saved, so an exception in a callback must not change the run's result. The function prints
+    the message of the first exception, and returns this message on every rank. Returns an empty string if no callback
+    raised an exception.
     """
     raised = []
     for callback in run.callbacks:

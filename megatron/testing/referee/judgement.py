@@ -285,8 +285,8 @@ def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _factor(found: Tensor, part: Tensor, allowed: float) -> float | None:
-    """Return f if the gradient `found` is f times the gradient `part` of a part of the batch; None if the gradients are
-    not proportional."""
+    """Return the factor f with `found` = f * `part`, where `part` is the gradient of a part of the batch; None if the
+    gradients are not proportional."""
     scale = (part * part).sum().item()
     factor = (found * part).sum().item() / scale if scale else 0.0
     return factor if factor and difference(found, factor * part) <= allowed else None

@@ -35,7 +35,7 @@ class RunSaver:
         self._progress = progress
         self._lines = lines
         self.last = progress.iteration or None
-        """Iteration of the checkpoint that was last saved or loaded; None if there is none."""
+        """Iteration of the checkpoint that was last saved or loaded; None if no checkpoint was saved or loaded."""
 
         self._told: tuple[int, str] | None = None
         """Iteration and error message of the failed save that was printed last. Digits are removed from the message."""

@@ -409,8 +409,8 @@ def sections() -> dict[str, type]:
 
 
 FLAG_HOMES: dict[str, str] = {}
-"""Built-in extension that defines each flag or `--flag=value`, even if not installed. `megatron.extensions.load` fills
-it."""
+"""Dict from each flag, or `--flag=value`, to the built-in extension that defines it, even if this extension is not
+installed. `megatron.extensions.load` fills this dict."""
 
 
 def home_of(spelling: str) -> str | None:

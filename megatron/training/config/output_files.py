@@ -110,8 +110,8 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def why_not_written(path: Path) -> str | None:
-    """Return the reason why a file cannot be written; None if it can. The folder that will contain the file may not
-    exist yet."""
+    """Return the reason why a file cannot be written; None if the file can be written. The folder that will contain the
+    file may not exist yet."""
     if path.exists():
         return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
     return why_unwritable(path.parent)

@@ -194,8 +194,7 @@ class FlagReader(GivenOptions):
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """Report an unknown flag. The message suggests a known name only if it resembles the given name or begins with
-        the given name."""
+        """Report an unknown flag. Suggest a known name only if that name resembles or begins with the given name."""
         import difflib
 
         if (home := home_of(name)) is not None:
@@ -417,7 +416,8 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
     """Return the error for a value that is not among the choices of a flag.
 
-    The error says if the value is a choice in another program, needs an extension that is not installed, or is unknown.
+    The error says whether the value belongs to another program, needs an extension that is not installed, or is
+    unknown.
     """
     import difflib
 

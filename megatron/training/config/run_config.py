@@ -1,7 +1,7 @@
 """Configuration of a training run: batches, length, checks, logging, checkpoints, and the library's sections.
 
-`RunConfig` contains all sections. `megatron.training.config.arguments` converts a `RunConfig` to command-line flags and
-back. This module does not import torch.
+`RunConfig` contains all configuration sections. `megatron.training.config.arguments` converts a `RunConfig` to
+command-line flags and back. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -322,8 +322,8 @@ def changed_fields(
 ) -> list[str]:
     """Return each flag that affects results and has different values in two runs, together with both values.
 
-    The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. If a field is
-    derived from another field, and differs only because the other field does, it is not reported.
+    The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. A field is
+    not reported if it is derived from another field and differs only because that other field differs.
 
     Args:
         saved: Configuration of the checkpoint.

@@ -53,7 +53,7 @@ def _state_bytes(run: TrainingRun) -> int:
 
 
 def _layout(run: TrainingRun) -> Iterator[str]:
-    """Describe each parallelism axis of size above 1."""
+    """Describe each parallelism axis larger than 1."""
     parallel, dims = run.config.parallel, run.runtime.state.dims
     ranks = run.runtime.launch.world_size
     yield f"{ranks} rank{'s' if ranks > 1 else ''}"

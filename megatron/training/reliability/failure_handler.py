@@ -177,7 +177,7 @@ class FailureHandler:
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """End all ranks while there is nothing to save. The exit code asks for a restart of the run."""
+        """End all ranks while there is nothing to save. The exit code requests a restart of the run."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board
@@ -291,8 +291,8 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _first_gone(self, noticed: str) -> Failure | None:
-        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error message by
-        which this rank noticed the end of that process."""
+        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error message from
+        which this rank learned that the process had ended."""
         board, launch = self._board, self._launch
         if launch.rank == 0 or launcher_has_store():
             return None
@@ -322,7 +322,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:
-        """Collect the positions of the other ranks, as far as they can still report them."""
+        """Collect the phase and line of code of each other rank that can still report them."""
         board = self._board
         gone = {rank for rank, peer in board.neighbours().items() if not peer.state()} | set(silent)
         board.wait(lambda: len(board.get_all("place")) >= self._launch.world_size - 1 - len(gone), GATHER)

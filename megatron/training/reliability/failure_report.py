@@ -122,8 +122,8 @@ class Failure:
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
-        """Return the printed report. `others` contains the places in the code at which the other ranks are. The report
-        of a configuration error omits these places."""
+        """Return the printed report. `others` contains the lines of code that the other ranks execute. The report of a
+        configuration error omits these lines."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -149,7 +149,7 @@ class LateRanksError(TimeoutError):
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
     """Group ranks by the place in the code at which they are. Returns a dict from each place to a text such as `ranks
-    0, 1`. The places are sorted by their number of ranks, largest number first."""
+    0, 1`. The places are sorted by number of ranks, in descending order."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)

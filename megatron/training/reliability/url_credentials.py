@@ -52,7 +52,7 @@ def take_credentials(url: str) -> str:
 
 def with_credentials(url: str) -> str:
     """Return the URL with the credentials that the user passed for it. Raises ValueError if this process does not have
-    the credentials. Files never contain them."""
+    the credentials. Files never contain these credentials."""
     if url in _URLS or HIDDEN not in url:
         return _URLS.get(url, url)
     raise ValueError(

@@ -61,7 +61,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
 
 
 def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
-    """Check which other flags a given flag requires and excludes."""
+    """Check that the flags which each given flag requires are set, and that the flags which it excludes are not set."""
     for flag in all_flags():
         value = value_of(c, flag)
         if value == flag.default:
