@@ -118,8 +118,8 @@ class ParityPlan:
 
 
 def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
-    """Return the configuration of the flags. Sizes that the flags do not set get tiny defaults. If there are problems,
-    the function raises a ValueError that lists all of them."""
+    """Return the configuration that the flags specify. Sizes that the flags do not set get tiny defaults. If there are
+    problems, the function raises a ValueError that lists all of them."""
     config = parse_args(["--config", str(DEFAULTS), *flags])
     data = config.data
     model = config.model

@@ -185,7 +185,7 @@ def whole_step(run: TrainingRun) -> None:
 
 
 class _Activations:
-    """Record the outputs of this rank's embedding and layers in one step's forward passes."""
+    """Hook that records the outputs of this rank's embedding and layers in one step's forward passes."""
 
     def __init__(self, run: TrainingRun, label: Label, hooks: ExitStack) -> None:
         self.label, self.found = label, list[Fragment]()
@@ -258,7 +258,7 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 class _GradientMeter(Meter):
-    """Record a step's gradient before clipping scales it."""
+    """Meter that records a step's gradient before clipping scales it."""
 
     def __init__(self, run: TrainingRun, label: Label) -> None:
         self.run, self.label = run, label
@@ -368,8 +368,8 @@ def kind_of(key: str) -> str:
 
 
 def floors_of(*snapshots: Snapshot) -> dict[str, float]:
-    """Return a dict from each key to its floor. Relative differences of the tensor are divided by its norm or, if the
-    floor is larger, by the floor."""
+    """Return a dict from each key to its floor. A relative difference is computed by dividing by the norm of the tensor
+    or, if the floor is larger, by the floor."""
     largest: dict[str, float] = {}
     for snapshot in snapshots:
         for key, value in snapshot.tensors.items():

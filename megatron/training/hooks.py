@@ -189,7 +189,7 @@ class Meter:
         return False
 
     def take(self) -> Tensor | None:
-        """Return this rank's counts since the last call, to be summed over all ranks (flat, float64); or None."""
+        """Return this rank's counts since the last call (flat, float64), to be summed over all ranks; or None."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:

@@ -129,7 +129,8 @@ def _transposed(found: Tensor, expected: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def fraction(factor: float, allowed: float) -> str:
-    """Format a factor as `1/2`, `-3` or `0.4231`: a fraction of small numbers if one is within tolerance."""
+    """Format a factor as `1/2`, `-3` or `0.4231`. The result is a fraction of small integers if such a fraction is
+    within the tolerance."""
     sign, size = "-" if factor < 0 else "", abs(factor)
     if abs(size - 1) <= allowed:
         return f"{sign}1"

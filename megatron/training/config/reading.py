@@ -44,8 +44,8 @@ class Reading:
 
 
 class ForeignProgram(Protocol):
-    """Another training program. Describes its flags and values that this program lacks, and differences between the
-    results of both.
+    """Another training program. A subclass describes its flags and values that this program lacks, and how the results
+    of the two programs differ.
 
     @FOREIGN_PROGRAMS.register("Theirs")
     class Theirs(ForeignProgram): ...
@@ -64,8 +64,8 @@ class ForeignProgram(Protocol):
         """Map each file in examples/ that registers unknown flags to one of these flags."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
-        """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
-        from those of the other program.
+        """Yield lines that describe how the results of this program, for a resolved configuration, differ from the
+        results of the other program.
 
         `given` contains each given flag twice: alone, and with its first value, such as "--tp 2". Flags without a field
         are included in `given`."""
@@ -416,8 +416,7 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
     """Return the error for a value that is not among the choices of a flag.
 
-    The error says whether the value belongs to another program, needs an extension that is not installed, or is
-    unknown.
+    The error says whether the value belongs to another program, needs an extension to be installed, or is unknown.
     """
     import difflib
 

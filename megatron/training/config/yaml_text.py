@@ -78,8 +78,8 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Measure how many values and nested levels nodes contain. A node to which several aliases refer is measured only
-    once."""
+    """Checker that measures how many values and nested levels nodes contain. A node to which several aliases refer is
+    measured only once."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag

@@ -265,7 +265,7 @@ class FailureHandler:
             return []
 
     def _end(self, failure: Failure, silent: Collection[int] = (), waited: bool = False) -> NoReturn:
-        """Report the failure, unless another rank already does, and end. `silent` contains ranks that do not answer."""
+        """Report the failure, unless another rank reports it, and exit. `silent` contains ranks that do not answer."""
         board, rank = self._board, self._launch.rank
         try:
             first = board.post_cause(failure)

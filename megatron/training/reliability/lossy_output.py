@@ -44,8 +44,8 @@ class LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write data, and drop what cannot be written. Always returns the size of `data`, so that callers do not
-        retry."""
+        """Write data, and drop the data that cannot be written. Always returns the size of `data`, so that callers do
+        not retry."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):
             self._drop(content)
@@ -56,7 +56,7 @@ class LossyFile(io.RawIOBase):
         return len(content)
 
     def loss(self) -> str:
-        """Return a sentence with the number of lost lines and the reason for the loss."""
+        """Return a sentence with the number of lost lines and the reason why they were lost."""
         return f"{self.lost} line{'s' if self.lost > 1 else ''} of output could not be written: {self.why}"
 
     def _drop(self, content: bytes) -> None:

@@ -112,7 +112,7 @@ def identity(config: RunConfig) -> str:
 
 def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at: tuple[str, int]) -> None:
     """Raise NoStoreError if rank 0 of another run has opened this store, because both runs use the same port. Rank 0
-    stores the identity of its run as soon as it has opened the store."""
+    stores the text that identifies its run as soon as it has opened the store."""
     if launch.rank == 0:
         store.set("run", run)
     until, where = time.monotonic() + limit.total_seconds(), f"{at[0]}:{at[1]}"
@@ -129,8 +129,8 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """Return the start number that `key` contains; None if it contains none. `meet` adds the number of the rank's start
-    (`START`) to keys of the store."""
+    """Return the start number that `key` contains; None if the key contains no such number. `meet` adds the number of
+    the rank's start (`START`) to keys of the store."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
@@ -374,7 +374,7 @@ class Board:
         return True
 
     def post_cause(self, failure: Failure) -> Failure:
-        """Make `failure` the root cause unless there already is one; return the root cause."""
+        """Make `failure` the root cause, unless a root cause is already stored. Return the stored root cause."""
         return self.claim("cause", _json(failure), self._parse_failure)
 
     def cause(self) -> Failure | None:

@@ -33,8 +33,8 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """Request to carry out now; None if there is none. All ranks carry out the request at the same point, after the
-        same number of ticks."""
+        """Request to carry out now; None if there is no such request. All ranks carry out the request at the same
+        point, after the same number of ticks."""
 
         self.undecided = False
         """True while it is unknown whether the run starts from a state that is not on disk. The attribute has the same

@@ -78,8 +78,8 @@ class SavedMetadata(TypedDict, total=False):
 
 
 def metadata_problem(values: Mapping[str, object]) -> str | None:
-    """Return a description of the first value in a checkpoint's metadata that has a wrong type; None if all types are
-    right.
+    """Return a description of the first value in a checkpoint's metadata that has the wrong type; None if all types are
+    correct.
 
     Example: `past_batches[1] must be a list of 2 values, but is text`. Entries that this program does not use may have
     any type, because they are never read.
