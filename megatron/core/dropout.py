@@ -149,7 +149,7 @@ def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """Hash int32 numbers to int32 numbers in place. The mixing function is that of MurmurHash3, with the constants of
+    """Hash int32 numbers to int32 numbers in place. This is the mixing function of MurmurHash3, with the constants of
     "lowbias32".
 
     The last xor-shift of the mixer is omitted, because it would change only the lower 16 bits. The comparison with the

@@ -183,7 +183,7 @@ class ParamMeta:
     @property
     def fan_out(self) -> int:
         """Number of outputs to which an input contributes, analogous to `fan_in`. If the parameter stacks several
-        matrices, `fan_out` is the number for one matrix."""
+        matrices, `fan_out` is the number of outputs of one matrix."""
         if self.role == "embedding":
             return self.global_shape[-1]
         return self.numel // prod(self.global_shape[: self.stacked]) // self.fan_in
@@ -191,8 +191,8 @@ class ParamMeta:
     @property
     def width_kind(self) -> WidthKind:
         """Kind of the parameter, determined by the dims that grow with the model's width: both dims ("hidden"), only
-        the output dim ("input"), or only the input dim ("output"). The kind "vector" has one number per channel, as
-        norm weights and biases do.
+        the output dim ("input"), or only the input dim ("output"). A parameter of the kind "vector" has one number per
+        channel, like a norm weight or a bias.
         """
         return WIDTH_KINDS.get(self.role, "vector")
 
@@ -230,10 +230,10 @@ class ParamMeta:
         return tuple(axis for axis in (("ep", "expt_tp") if self.expert else ("tp",)) if axis not in self.sharded)
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
-        """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica of the parameter that norms
-        include and checkpoints save. This replica is the first along `replica_axes`. If several pipeline stages share
-        the parameter, the first of these stages holds this replica. All data-parallel ranks get the same result; each
-        of them saves a part of the replica.
+        """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica of the parameter that counts in
+        gradient norms and is saved in checkpoints. This replica is the first along `replica_axes`. If several pipeline
+        stages share the parameter, the first of these stages holds this replica. All data-parallel ranks get the same
+        result; each of them saves a part of the replica.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)

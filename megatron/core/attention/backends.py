@@ -30,10 +30,10 @@ class AttentionOperands:
     dtype: torch.dtype
     device: torch.device
     head_dim: int
-    """Number of channels of a query or key head."""
+    """Number of channels in a query or key head."""
 
     value_head_dim: int
-    """Number of channels of a value head."""
+    """Number of channels in a value head."""
 
 
 class AttentionBackend(Protocol):

@@ -130,7 +130,8 @@ class TorchKernel:
     scores. The softmax of 16-bit scores is in fp32.
 
     `slopes` [heads] are the ALiBi slopes of the local heads (`core_attention.alibi_slopes`), in the dtype of the
-    scores. With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
+    scores. With a `cap` c, the scaled query-key products z become c tanh(z / c) before ALiBi and masks are applied
+    (Gemma 2, arXiv 2408.00118).
     """
 
     needs_places = True

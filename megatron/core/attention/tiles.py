@@ -105,7 +105,8 @@ class DividesSequences(Protocol):
 
 
 def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
-    """Compute document starts from document ids [b][s]; the tokens of a document must be adjacent."""
+    """Return the start positions of the documents, given the document id of each token, [b][s]. The tokens of a
+    document must be adjacent."""
     return tuple(
         (0, *(place for place, (before, here) in enumerate(pairwise(ids), 1) if before != here)) for ids in document_ids
     )
@@ -115,8 +116,8 @@ def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
 def cut_documents(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
     """Split documents so that each has at most `longest` tokens.
 
-    `documents` contains the start positions of the documents in each of `samples` samples of `length` tokens; with
-    None, each sample is one document.
+    `documents` contains the start positions of the documents in each of `samples` samples of `length` tokens. If
+    `documents` is None, each sample is one document.
     """
     return tuple(
         tuple(place for start, stop in pairwise((*starts, length)) for place in range(start, stop, longest))

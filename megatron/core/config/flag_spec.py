@@ -178,7 +178,7 @@ class Section:
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 
     def without(self, field: str) -> Self:
-        """Return a copy of this section in which all flags of the extension that defines `field` have their
+        """Return a copy of this section in which all flags of the extension that defines `field` are set to their
         defaults."""
         others = (options for options in self.extension_options if not hasattr(options, field))
         return replace(self, extension_options=tuple(others))

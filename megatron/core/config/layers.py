@@ -90,8 +90,8 @@ class ResidualClass(Protocol):
     outputs."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Create the module that connects one sublayer to the stream. `name` is the name of the sublayer, `config` the
-        layer's `TransformerConfig`, and `ctx` the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the module that connects one sublayer to the stream. `name` is the name of the sublayer, `config` is
+        the layer's `TransformerConfig`, and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def enter(self, x: Tensor, config: Section) -> Tensor:
         """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. This method must be static."""
@@ -215,8 +215,8 @@ MOST_LAYERS = 10**6
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
     """Parse the text of a layer pattern, and return one bool per layer.
 
-    The pattern is a period N, to which `of_period(layer, N)` is applied, or a list of 0 and 1 such as "([0]*3+[1]*58)".
-    Raises ValueError if the text is invalid.
+    The pattern is either a period N or a list of 0 and 1 such as "([0]*3+[1]*58)". If it is a period, `of_period(layer,
+    N)` returns the value of each layer. Raises ValueError if the text is invalid.
     """
     value = _value_of(text, "is neither a number nor a list of 0 and 1")
     if isinstance(value, int):

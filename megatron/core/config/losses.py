@@ -44,12 +44,12 @@ class LossClass(Protocol):
     """Interface of a loss class, such as a subclass of `megatron.core.models.gpt.loss.TokenLoss`."""
 
     def __call__(self, config: Section, ctx: object) -> Loss:
-        """Create the loss. `config` is the `TransformerConfig`, `ctx` the
+        """Create the loss. `config` is the `TransformerConfig`, and `ctx` is the
         `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
-        """Return the micro-batch, a `megatron.core.batch.Batch`. If the loss needs other labels or another loss mask,
-        replace them in the micro-batch. This method must be static."""
+        """Return the micro-batch (a `megatron.core.batch.Batch`) with the labels and the loss mask that the loss needs.
+        This method must be static."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)

@@ -27,13 +27,13 @@ class HeadWidths(NamedTuple):
     """Numbers of channels of the attention heads."""
 
     key: int
-    """Number of channels of a query or key head."""
+    """Number of channels in a query or key head."""
 
     rotary: int
-    """Number of channels of a query or key head that --rotary-percent 1 would rotate."""
+    """Number of channels in a query or key head that --rotary-percent 1 would rotate."""
 
     value: int
-    """Number of channels of a value head."""
+    """Number of channels in a value head."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,6 @@ def attention_facts(name: str) -> AttentionFacts:
 
 
 def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
-    """Return the sublayers of a layer whose mixer is `variant`, or the model's attention if `variant` is None. `mlp`
-    contains the values of the fields `mlp` and `experts` of `Sublayers`."""
+    """Return the sublayers of a layer. The mixer of the layer is `variant`, or the model's attention if `variant` is
+    None. `mlp` contains the values of the fields `mlp` and `experts` of `Sublayers`."""
     return Sublayers(variant is None or MIXERS.facts(variant).attends, variant, *mlp)

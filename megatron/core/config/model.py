@@ -72,12 +72,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def head_dim(self) -> int:
-        """Number of channels of a query or key head."""
+        """Number of channels in a query or key head."""
         return self.head_widths.key
 
     @property
     def value_head_dim(self) -> int:
-        """Number of channels of a value head."""
+        """Number of channels in a value head."""
         return self.head_widths.value
 
     @property
@@ -348,7 +348,7 @@ class TransformerConfig(ModelFields):
         return self.rotated_channels(self.rotation)
 
     def rotated_channels(self, rotation: Rotation) -> int:
-        """Return how many channels of each query or key head `rotation` rotates."""
+        """Return the number of channels of each query or key head that `rotation` rotates."""
         return int((rotation.channels or self.head_widths.rotary) * rotation.percent)
 
     @property
@@ -363,7 +363,7 @@ class TransformerConfig(ModelFields):
 
     def yarn_mscale(self, mscale: float) -> float:
         """Return YaRN's scale factor for queries and keys, which keeps attention weights sharp at longer contexts
-        (arXiv 2309.00071, section 3.4). `mscale` is DeepSeek's coefficient."""
+        (arXiv 2309.00071, section 3.4). `mscale` is a coefficient such as --mscale (DeepSeek)."""
         longer = self.yarn and self.rotary_scaling_factor > 1
         return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
 

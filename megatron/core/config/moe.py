@@ -44,8 +44,8 @@ class RouterFacts:
     --moe-router-score-function determines the kind."""
 
     training_only: bool = False
-    """True if the router differs from the router that was registered before it only in training, so that a trained
-    model does not depend on it."""
+    """True if the router differs from the router that was registered before it only in training, so that the outputs of
+    a trained model do not depend on this router."""
 
 
 class Scores(Protocol):

@@ -35,7 +35,7 @@ class NormFacts:
 
 
 class NormModule(Protocol):
-    """The `nn.Module` of a norm."""
+    """Interface of a norm, which is an `nn.Module`."""
 
     def forward(self, x: Tensor, /) -> Tensor:
         """Normalize the last dim of x: [..., size] -> [..., size]."""

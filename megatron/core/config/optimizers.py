@@ -43,8 +43,8 @@ class OptimizerFacts:
     them."""
 
     fields: tuple[str, ...] = ()
-    """Configuration fields that determine the optimizer of a parameter. A run must therefore keep the values that these
-    fields have in its checkpoint."""
+    """Configuration fields that determine the optimizer of a parameter. A run that loads the optimizer states of a
+    checkpoint must therefore not change these fields."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
     """Function that returns the names of the dtypes in which the optimizer multiplies matrices. Its arguments are the

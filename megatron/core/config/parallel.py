@@ -133,7 +133,7 @@ class StageSplit(Protocol):
         costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Return the number of layers in each stage for which the flags set this number, keyed by stage."""
+        """Return the number of layers of those stages whose number of layers the flags set, keyed by stage."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)

@@ -32,7 +32,8 @@ class ParamGroup:
     """Factor by which the scheduled weight decay is multiplied; 0 for no weight decay."""
 
     weight_decay: float | None = None
-    """Constant weight decay that replaces the scheduled weight decay; None for the scheduled weight decay."""
+    """Constant weight decay that replaces the scheduled weight decay; None means that the scheduled weight decay
+    applies."""
 
     decoupled: bool = False
     """True if --decoupled-lr sets the learning rate."""

@@ -22,7 +22,8 @@ PROBES, PROBE_LENGTH = 64, 4096
 
 
 class TextDataset(ABC):
-    """Base class of datasets of token ids. Subclasses provide the number of samples and their tokens."""
+    """Base class of datasets of token ids. Subclasses set the number of samples and return the tokens of each
+    sample."""
 
     samples: int
     format: SampleFormat
@@ -268,7 +269,7 @@ class GPTDataset(DocumentSamples):
 
 
 class SampleMaker(Protocol):
-    """Interface of functions and classes that make samples from documents: at least `samples` samples, or one epoch if
+    """Function or class that makes samples from documents. It makes at least `samples` samples, or one epoch if
     `samples` is None. `GPTDataset` is a class with this interface."""
 
     def __call__(

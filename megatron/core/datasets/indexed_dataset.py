@@ -97,7 +97,8 @@ class IndexedDataset:
         return np.frombuffer(_map(self.prefix + ".bin", self.prefix), self.dtype)
 
     def get(self, index: int, start: int = 0, stop: int | None = None) -> NDArray:
-        """Return token ids [start, stop) of a sequence, up to the end of the sequence. This method is thread-safe."""
+        """Return the token ids [start, stop) of a sequence. If `stop` is None or too large, return the token ids up to
+        the end of the sequence. This method is thread-safe."""
         length = int(self.lengths[index])
         stop = length if stop is None else min(stop, length)
         return self.read(int(self.offsets[index]) // self.dtype.itemsize + start, max(0, stop - start))
@@ -203,7 +204,7 @@ def _cut(size: int, expected: int) -> str:
 
 
 def _reader(path: str, given: str) -> tuple[Callable[[int, int], bytes], int]:
-    """Return a thread-safe function (start, length) that reads bytes of a file, and the size of the file."""
+    """Return a thread-safe function of (start, length), which reads bytes of a file, and the size of the file."""
     if isinstance(stored := located(path), UrlPath):
         storage = storage_of(stored)
         return partial(storage.read_shared, stored), _found(storage.size(stored), path, given)

@@ -306,8 +306,8 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
 def _draw_side_by_side(
     weights: Sequence[float], starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the draws [blocks, BLOCK] of the blocks that begin at `starts`, and the number of samples drawn from each
-    dataset before and after each block, both [blocks, datasets]."""
+    """Compute the blocks of draws that begin at `starts`. Return three arrays: the draws [blocks, BLOCK], and the
+    numbers of samples drawn from each dataset before each block and after each block, [blocks, datasets]."""
     share, draw = np.array(weights, np.float64), starts - LEAD
     quota = share * draw[:, None]
     taken = np.floor(quota)

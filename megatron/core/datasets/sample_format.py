@@ -33,7 +33,7 @@ class SampleFormat:
                 )
 
     def sample(self, text: NDArray[np.int64]) -> Sample:
-        """Convert the token ids `text` [s+1] to a dictionary of arrays: tokens, labels, loss_mask (float32),
+        """Convert the token ids `text` [s+1] into a dictionary of arrays: tokens, labels, loss_mask (float32),
         position_ids and document_ids, each of shape [s].
 
         An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is

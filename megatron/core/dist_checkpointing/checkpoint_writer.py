@@ -118,7 +118,7 @@ class CheckpointWriter:
 
     def reports(self) -> list[SaveReport]:
         """Return reports of the attempts that ended since the last call, without waiting for running attempts. If an
-        exception ended the writer's thread, it is raised here."""
+        exception ended the writer's thread, this method raises the exception."""
         if self._crash is not None:
             raise self._crash
         found = []

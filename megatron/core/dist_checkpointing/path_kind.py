@@ -249,7 +249,7 @@ def is_checkpoint(path: PurePath) -> bool:
 
 
 def named_folder(path: Folder) -> Folder:
-    """Return the folder that a path refers to.
+    """Return the folder to which a path refers.
 
     File systems without links use a text file `path`.txt in place of a link. The text file contains the name of a
     checkpoint in the same folder. If `path` does not exist, but the text file does, the path of this checkpoint is

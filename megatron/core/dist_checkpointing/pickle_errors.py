@@ -14,7 +14,7 @@ _ADVICE = re.compile(r"weights.only|safe_globals|allowlist|trust", re.IGNORECASE
 
 
 def why_refused(error: BaseException) -> str:
-    """Return why torch refused a pickle, without the advice that torch adds to its message."""
+    """Return the reason why torch refused a pickle, without the advice that torch adds to the message."""
     text = str(error)
     if "eights only" not in text and "WeightsUnpickler" not in text:
         return text

@@ -101,7 +101,8 @@ def _bytes_of_text(call: Call) -> str | None:
 
 
 def _tensor(call: Call) -> str | None:
-    """Check a call that creates a view of a storage. torch enlarges the storage if the view extends beyond its end."""
+    """Check a call that creates a view of a storage. The view must fit into the storage, because torch would otherwise
+    enlarge the storage."""
     storage, offset, shape, strides = (*call.given, *(None,) * 4)[:4]
     if not isinstance(storage, Storage) or not _natural(offset) or not _naturals(shape) or not _naturals(strides):
         return "without a storage, an offset, sizes and strides"

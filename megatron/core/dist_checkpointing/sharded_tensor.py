@@ -32,7 +32,7 @@ class ShardedBoxes(Tensor):
     The object itself stores no data; it refers to the tensors of its boxes.
 
     A save reads the tensors of the boxes. A load writes into the tensors of the boxes. If the dtype in the file
-    differs, the data are converted. When loading, boxes may overlap, and every box is filled. When saving, the boxes
+    differs, the data are converted. During a load, boxes may overlap, and every box is filled. During a save, the boxes
     with `writes=True` of all ranks together must tile the global tensor. Set `writes=False` for a replica of boxes that
     another rank writes.
     """
@@ -79,13 +79,13 @@ class ShardedBoxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes (rectangular blocks of the tensor) to load. When loading, DCP identifies a box (chunk) by its
+        """List the boxes (rectangular blocks of the tensor) to load. During a load, DCP identifies a box (chunk) by its
         position in the returned list."""
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the data of a box. When loading, DCP identifies the box by its position in the chunk list; when
-        saving, by its offset."""
+        """Return the data of a box. DCP identifies the box by its position in the chunk list during a load, and by its
+        offset during a save."""
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:

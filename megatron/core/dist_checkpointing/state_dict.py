@@ -76,7 +76,7 @@ def load_targets(
     load_optimizer: bool,
     sharded: Iterable[OptimizerPiece] = (),
 ) -> StateDict:
-    """Return the state dict to load into, given the keys in a checkpoint.
+    """Return the state dict into which a checkpoint with the keys `saved` is loaded.
 
     A model parameter and its main parameter are loaded from the same saved tensor. The saved main parameter is used if
     the optimizer is loaded and the checkpoint contains main parameters; otherwise, the saved model parameter is used. A

@@ -6,7 +6,7 @@
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
 A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a temporary
-folder, synced and renamed. Only after the rename is the iteration number in latest_checkpointed_iteration.txt replaced.
+folder, synced and renamed. The iteration number in latest_checkpointed_iteration.txt is replaced only after the rename.
 The text file therefore always names a complete checkpoint, even if the run is killed during a save.
 
 Files may come from untrusted sources. Everything except tensors is stored as JSON. The pickled index of DCP may contain
@@ -57,7 +57,7 @@ class MismatchError(ValueError):
     def __init__(self, text: str, keys: Sequence[str]) -> None:
         super().__init__(text)
         self.keys = keys
-        """Names of the tensors that differ."""
+        """Names of the tensors that do not match."""
 
 
 class CheckpointError(RuntimeError):

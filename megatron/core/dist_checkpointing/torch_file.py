@@ -23,10 +23,10 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     """Load a torch.save file onto the CPU with `weights_only=True`. The file is memory-mapped if its format allows
     this.
 
-    `permitted` lists additional classes and functions to which the file may refer. If a file refers to a class or
-    function under another name, list the pair (object, name). A permitted function must not let its arguments choose
-    how much memory it allocates. Raises pickle.UnpicklingError if a file refers to other classes or functions, or
-    requests too much memory for its size. If the file is damaged, many other exceptions are possible.
+    `permitted` lists additional classes and functions to which the file may refer. If the file refers to a class or
+    function under another name, pass the pair (object, name) instead of the object. A permitted function must not let
+    its arguments choose how much memory it allocates. Raises pickle.UnpicklingError if a file refers to other classes
+    or functions, or requests too much memory for its size. If the file is damaged, many other exceptions are possible.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -60,7 +60,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
     """Return the pickle that a torch.save zip file contains, or None if it cannot be found.
 
     This function uses torch's own reader, because another reader may find a different pickle. Compressed records are
-    refused, so records are not larger than the file.
+    refused, so that the records cannot be larger than the file.
     """
     try:
         reader = archive_reader(file)

@@ -1,14 +1,14 @@
 """Functions that compute the final gradient of a step after the last micro-batch: they finish the reductions, and
-return the factor that divides once by the token count.
+return the factor that divides the gradients by the token count.
 
 Losses are sums over tokens. The gradients of these sums are divided only once, by the number of valid tokens in the
 global batch. `reduce_model_grads` returns the factor that performs this division. The result therefore does not depend
 on how the batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
 Gradients are first summed over data-parallel ranks, partly during the backward pass, so that each rank has the sums of
-only its shards. Two other kinds of sums remain: gradients that are partial sums over a model axis such as tensor
-parallelism, and gradients of parameters that two pipeline stages share. Gradients can be summed over axes in any order,
-so each rank sums only its shards over the model axes and over the two stages.
+only its shards. Two other kinds of gradients must also be summed over ranks: gradients that are partial sums over a
+model axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Gradients can be
+summed over axes in any order, so each rank sums only its shards over the model axes and over the two stages.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class UnitStore:
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the persistent memory of a buffer that contains units. `device` is the device on which the units
-        compute."""
+        run."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def hooks(
@@ -216,7 +216,7 @@ class UnitStore:
             buckets: Buckets that contain units.
             shards_params: True if parameters are sharded.
             queue: Queue that holds back the weight gradients of split backward passes.
-            casts: Weight copies in another format.
+            casts: Cache of weight copies in another number format.
         """
         return WholeUnits()
 

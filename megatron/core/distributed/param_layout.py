@@ -155,7 +155,7 @@ def plan_buffers(
     tensor-parallel ranks, for example, has the same shard ranges on all of them.
 
     Args:
-        params: (meta, local shape) of the rank's parameters, in registration order.
+        params: Pair (meta, local shape) of each parameter of the rank, in registration order.
         data_parallel_size: Number of ranks of the axis "dp_cp".
         expert_data_parallel_size: Number of ranks of the axis "expt_dp".
         bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
@@ -186,8 +186,8 @@ def plan_buffers(
 
 
 def unit_of(name: str) -> str:
-    """Return the name of the unit to which a parameter belongs: a layer, or else the module that owns the parameter.
-    `name` is the parameter's name in the whole model.
+    """Return the name of the unit to which a parameter belongs: the layer that contains the parameter or, outside of
+    layers, the module that owns the parameter. `name` is the parameter's name in the whole model.
 
     >>> unit_of("decoder.layers.3.mlp.linear_fc1.weight"), unit_of("output_layer.weight")
     ('decoder.layers.3', 'output_layer')

@@ -344,11 +344,11 @@ class UnitSharding(WholeUnits):
     def _watch_backward(self, unit: Unit, args: tuple[object, ...], output: object) -> None:
         """Detect the start and the end of the unit's backward pass.
 
-        The backward pass of a unit starts when the gradient of an output is known, and ends when the gradient of the
-        input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
-        at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
-        layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer.
-        The backward pass then lasts from the first output gradient to the last input gradient."""
+        The backward pass of a unit starts when the gradient of an output is available, and ends when the gradient of
+        the input is available. Autograd first runs the operations that were recorded last, so no operation of the unit
+        remains at that point. If no operation produced the input, the unit's backward pass counts as complete when the
+        whole backward pass ends. A layer that returns a `Pending` stream has two outputs, one from the middle of the
+        layer. The backward pass then lasts from the first output gradient to the last input gradient."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return
