@@ -110,7 +110,8 @@ class ForeignFlags:
 
     def find(self, name: str, *texts: str) -> Entry | None:
         """Return the table entry of a flag that has no configuration field. The lookup tries the flag with all its
-        values, then with its first value, and then without values. Returns None if the flag is unknown."""
+        values, then with its first value, and then without values. If there is no such entry, return the entry of the
+        longest matching prefix in `prefixes`, or None."""
         for words in (texts, texts[:1]):
             if words and (entry := self.entries.get(" ".join([name, *words]))):
                 return entry
@@ -170,7 +171,7 @@ class ForeignFlags:
         return True
 
     def _read_other_values(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate flag values from another program's spelling to this program's spelling. Returns False if no value
+        """Translate flag values from another program's spelling to this program's spelling. Return False if no value
         was translated."""
         flag, _ = spelling_table()[name]
         ours, same = list(texts), self.same_values.get(flag.name, {})
@@ -222,8 +223,8 @@ def subject(feature: str) -> str:
 
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
     """Accept or refuse a flag of an unsupported feature, depending on the other flags. If no other flag requests the
-    feature, a flag that only configures the feature is accepted without effect. If the user also sets a flag in
-    `entry.beside`, which requests the same feature, this flag is accepted without effect."""
+    feature, a flag that only configures the feature is accepted without effect. A flag is also accepted without effect
+    if the user sets one of the flags in `entry.beside`, which request the same feature."""
     if reader.spelled & set(entry.beside):
         _no_effect(reader, name, texts, entry.reason)
     elif not entry.switch or reader.spelled & set(entry.switch):

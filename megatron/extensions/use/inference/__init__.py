@@ -1,4 +1,5 @@
-"""Text generation from checkpoints under any layout: prompts from files, chat, and an HTTP server.
+"""Text generation from checkpoints, with any parallel layout. Prompts come from a file, a chat, or requests to an HTTP
+server.
 
 The training program has no flags for generation. tools/generate_text.py and tools/serve.py have their own flags.
 

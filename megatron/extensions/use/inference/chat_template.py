@@ -24,16 +24,16 @@ Message = Mapping[str, object]
 """Chat message, such as {"role": "user", "content": "..."}."""
 
 LONGEST_TEXT = 1 << 18
-"""Largest number of characters that a template may add to the messages. Tokenizing a million characters takes
-seconds."""
+"""Limit on the length of a rendered prompt: `LONGEST_TEXT` characters more than four times the length of the messages.
+The limit exists because tokenizing a million characters takes seconds."""
 
 
 class ChatTemplate:
     """Compiled chat template, with the special tokens that the template can refer to by name."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
-        """Compile the template `source`, which error messages call `origin`. Raises ValueError if the text is not a
-        template."""
+        """Compile the template `source`. Error messages mention `origin` as the source of the template. Raises
+        ValueError if `source` is not a valid template."""
         self.origin, self.tokens = origin, dict(tokens)
         self._worker = TemplateWorker(source)
         try:
@@ -131,8 +131,7 @@ def checked_messages(messages: object) -> Sequence[Message]:
 
 
 def plain_messages(messages: object) -> list[dict[str, object]]:
-    """Return the chat messages with string contents. If the content of a message is a list of texts, the texts are
-    joined."""
+    """Convert the content of each chat message to a string. If the content is a list of texts, the texts are joined."""
     return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 
@@ -151,7 +150,8 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
 
 
 def pieces(engine: Engine, generation: Generation) -> Iterator[str]:
-    """Yield the text of a submitted request, piece by piece, as soon as a piece can no longer change."""
+    """Yield the text that is generated for a submitted request, piece by piece. A piece is yielded as soon as it can no
+    longer change."""
     shown = 0
     while generation.finish_reason is None:
         engine.step()
@@ -171,7 +171,8 @@ def chat(
     """Run a conversation. `ask` returns the user's next message, or None to end the conversation. `show` is called with
     each new piece of an answer as soon as it is generated.
 
-    The prompt contains all messages. If the prompt would be too long, the oldest messages are omitted in pairs.
+    The prompt contains all messages. If the prompt would be too long, the oldest pairs of a user message and an answer
+    are omitted.
     """
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages: list[Message] = []

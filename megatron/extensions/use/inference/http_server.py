@@ -36,16 +36,16 @@ class HttpLimits:
 
     body_bytes: int = 4 * 2**20
     read_seconds: float = 20.0
-    """Maximum time in seconds until the body of a request has arrived, and maximum time for which a connection may be
-    idle."""
+    """Time limit in seconds for receiving the body of a request. The same limit applies to the time for which a
+    connection may be idle."""
 
     answer_seconds: float = 600.0
     connections: int = 128
 
 
 class Connection(H11Protocol):
-    """HTTP connection with a time limit for the head of the next request. If the head does not arrive in time, the
-    connection is closed. uvicorn limits only the time between an answer and the first byte of the next request."""
+    """HTTP connection that is closed if the head of the next request does not arrive within a time limit. This class is
+    needed because uvicorn limits only the time between an answer and the first byte of the next request."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -66,7 +66,7 @@ class Connection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Return True if the server is not answering any request."""
+        """True if the connection has no request that the server is still answering."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:
@@ -109,7 +109,8 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down the server. Waiting requests have one second to receive the reason."""
+        """Shut down the server. Clients whose requests are still waiting have one second to receive an answer with the
+        reason."""
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()

@@ -27,7 +27,7 @@ Number = TypeVar("Number", int, float, int | None, float | None)
 
 
 class Fields:
-    """Read the fields of a JSON object one by one, and collect errors."""
+    """Reader of the fields of a JSON object. Errors are collected in `problems` and not raised."""
 
     def __init__(self, body: Mapping[str, object]) -> None:
         self.body = body
@@ -35,8 +35,8 @@ class Fields:
         """Errors in the JSON object, as (field, error) pairs."""
 
     def only(self, known: Collection[str]) -> None:
-        """Report an error for every field that is not in `known`. The message names at most `NAMED` fields, because
-        searching for similar known names takes time."""
+        """Report an error for every field that is not in `known`. At most `NAMED` unknown fields are reported by name,
+        because searching for similar known names takes time."""
         known = frozenset(known)
         wrong = [name for name in self.body if name not in known]
         for name in wrong[:NAMED]:
@@ -50,7 +50,7 @@ class Fields:
         self.problems.append((name, problem))
 
     def whole(self, name: str, default: Number, least: int = 0, most: int | None = None) -> int | Number:
-        """Read an integer in a range; null means the default."""
+        """Read an integer from `least` to `most`. If the value is null or missing, return `default`."""
         value = self.body.get(name)
         if value is None:
             return default

@@ -26,7 +26,7 @@ FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class KeptTokenizer(Callback):
-    """Callback that copies the tokenizer files to --save. An evaluation-only run does not copy these files if --save
+    """Callback that copies the tokenizer files to --save. An evaluation-only run does not copy the files if --save
     already contains checkpoints."""
 
     def on_start(self, run: RunView) -> None:
@@ -38,8 +38,8 @@ class KeptTokenizer(Callback):
 
 
 def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
-    """Copy the tokenizer files to `folder`/tokenizer. A file that already exists with the same content is not copied
-    again.
+    """Copy the tokenizer files to `folder`/tokenizer. A file whose copy already exists with the same content is not
+    copied again.
 
     Raises OSError if the files cannot be written."""
     for file in _files(config):
@@ -56,8 +56,9 @@ def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
 
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
-    """Return the tokenizer configuration of the run that saved a checkpoint in this folder. If the original tokenizer
-    files no longer exist, the paths in the configuration are replaced by the paths of the copies."""
+    """Return a tokenizer configuration whose files exist. `config` is the configuration of the run that saved its
+    checkpoints in the folder `checkpoints`. If its tokenizer files no longer exist, their paths are replaced by the
+    paths of the copies. If there are no copies either, `config` is returned unchanged."""
     if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):

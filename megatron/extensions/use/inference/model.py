@@ -82,12 +82,12 @@ def loaded_model(
     launch: Launch,
     tokenizer: TokenizerConfig | None = None,
 ) -> Iterator[LoadedModel]:
-    """Load a model on the ranks of this launch. The model is read from a checkpoint, which may have been saved under
-    any layout, or from a Hugging Face folder. Collective.
+    """Load a model on the ranks of this launch. The model is read from a Hugging Face folder or from a checkpoint,
+    which may have been saved under any parallel layout. All ranks must call this function.
 
     `tokenizer` replaces the run's tokenizer. If the files of the run's tokenizer no longer exist, the copies next to
-    the checkpoints are used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the
-    model or the ranks.
+    the checkpoints are used. Raises ValueError if there is no readable checkpoint, or if the layout does not match the
+    model or the number of ranks.
     """
     if problem := wrong_world(layout, launch.world_size):
         raise ValueError(str(problem))
@@ -107,16 +107,16 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """Return the group over which the leader sends commands to the other ranks. The group uses the gloo backend, so
-    that waiting for a command does not occupy the GPU."""
+    """Return the process group over which the leader sends commands to the other ranks. The group uses the gloo
+    backend, so that waiting for a command does not occupy the GPU."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """Return a `Problem` if the number of ranks does not match the parallel sizes. Together, the ranks must hold
-    exactly one copy of the model."""
+    """Return a `Problem` if the number of ranks does not match the parallel sizes. The ranks together must hold exactly
+    one copy of the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp

@@ -22,7 +22,7 @@ from megatron.extensions.use.inference.model import LoadedModel
 
 
 class ApiError(Exception):
-    """Error response to a refused request."""
+    """Error that is sent to the client as the response to a refused request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ because they do not request the feature."""
 
 
 class OpenAIApi:
-    """OpenAI-compatible API for completions and chat completions, which serves a single model."""
+    """OpenAI-compatible API for completions and chat completions with a single model."""
 
     def __init__(
         self, model: LoadedModel, engine: Engine, name: str, limits: Limits, template: Callable[[], ChatTemplate]
@@ -192,7 +192,7 @@ class OpenAIApi:
             return []
 
     def _prompts(self, fields: Fields) -> list[str | list[int]]:
-        """Read the prompts: texts or lists of token ids."""
+        """Read the prompts of a request. Each prompt is a text or a list of token ids."""
         value = fields.body.get("prompt", "")
         several = isinstance(value, list) and value and not is_prompt(value)
         given = value if several and isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""Loop in which one thread runs the generation engine for the requests of all other threads."""
+"""Loop with which one thread runs the generation engine on behalf of all threads that submit requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from megatron.extensions.use.inference.generation import Engine, Generation, Request
 
 HEARTBEAT = 2.0
-"""Seconds after which an idle leader checks that the other ranks are alive."""
+"""Interval in seconds at which an idle leader checks that the other ranks are alive."""
 
 
 class Progress(NamedTuple):
-    """Progress of one text after a generation step."""
+    """Progress of the text for one request after a generation step."""
 
     choice: int
     text: str
@@ -42,9 +42,8 @@ class Busy(Exception):
 
 
 class EngineLoop:
-    """Loop that runs the engine in the main thread. Other threads submit jobs, and the loop sends the results back to
-    these threads. After a call of `stop`, active requests may continue for at most `grace` seconds before `run`
-    returns.
+    """Loop that runs the engine in the main thread. Other threads submit jobs, and the loop sends the results to these
+    threads. After a call of `stop`, active requests may continue for at most `grace` seconds before `run` returns.
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
@@ -54,10 +53,10 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._owner: dict[Generation, tuple[Job, int]] = {}
         self._pending, self._lock = 0, threading.Lock()
-        """Number of requested texts that are not complete."""
+        """Number of requested texts that are not complete yet, and the lock that protects this number."""
         self.stopping = threading.Event()
         self.failure: str | None = None
-        """Reason why the engine failed; None if it has not failed."""
+        """Reason why the engine failed. None if it has not failed."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
         """Submit a job. This method may be called from any thread.
@@ -90,7 +89,7 @@ class EngineLoop:
         return self._pending
 
     def run(self) -> None:
-        """Run until `stop`. If the engine fails, inform all jobs and raise the engine's error."""
+        """Run the loop until `stop` is called. If the engine fails, report the error to all jobs, and raise it."""
         try:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)
@@ -119,8 +118,8 @@ class EngineLoop:
                 self._tell(found)
 
     def _take(self, seconds: float) -> bool:
-        """Execute calls that other threads have submitted. If there is no call yet, wait up to `seconds` for the first
-        one. Return False if no call arrives in this time."""
+        """Submit and cancel the jobs for which other threads have called `submit` or `cancel`. If there is no such call
+        yet, wait up to `seconds` for the first one. Return False if no call arrives in this time."""
         taken = False
         while True:
             try:
@@ -145,8 +144,9 @@ class EngineLoop:
                 self._tell(found)
 
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
-        """Send the progress of a text to the thread that requested it. If `reason` is not None, the text has ended."""
-        if found not in self._owner:  # it was cancelled
+        """Send the progress of a text to the thread that requested the text. If `reason` is not None, the text has
+        ended."""
+        if found not in self._owner:  # the text was cancelled
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason

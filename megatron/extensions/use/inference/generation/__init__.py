@@ -1,7 +1,7 @@
 """Batched autoregressive text generation with a key/value cache.
 
 `Engine` implements continuous batching: requests can start and end at any time. Sampling settings, seed, stop strings
-and log-probabilities are set separately for each request. Generation works under any layout (`StageRunner`).
+and log-probabilities are set separately for each request. Generation works with any parallel layout (`StageRunner`).
 """
 
 from megatron.extensions.use.inference.generation.engine import Engine, Generation, Request, eos_ids

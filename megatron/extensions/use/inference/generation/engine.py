@@ -22,7 +22,7 @@ MOST_LOGPROBS = 100
 
 @dataclass(frozen=True)
 class Request:
-    """Request to continue a text. Raises ValueError with every problem if a field is invalid."""
+    """Request to continue a text. The constructor raises a ValueError that lists all invalid fields."""
 
     prompt: Sequence[int]
     """Token ids of the prompt, which must not be empty."""
@@ -33,7 +33,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
 
     seed: int = 1234
-    """Random seed. The new text depends only on the seed, the prompt and the sampling."""
+    """Random seed. The new text depends only on the seed, the prompt and the sampling settings."""
 
     stop: tuple[str, ...] = ()
     """Strings that end the new text. The new text does not include these strings."""
@@ -45,11 +45,12 @@ class Request:
     """End-of-text tokens of the model. The new text does not include these tokens."""
 
     logprobs: int | None = None
-    """If not None, return the log-probability of each new token. At each position, also return the log-probabilities of
-    this number of most likely tokens. Log-probabilities are computed before sampling modifies the logits."""
+    """Number of most likely tokens whose log-probabilities are returned at each position, in addition to the
+    log-probability of the new token. If None, no log-probabilities are returned. Log-probabilities are computed before
+    sampling modifies the logits."""
 
     prompt_logprobs: bool = False
-    """Also return log-probabilities of the prompt tokens, except the first token."""
+    """True to also return the log-probabilities of all prompt tokens except the first token."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -78,7 +79,7 @@ class Logprob:
 
 
 WINDOW = 16
-"""Number of requests, for each cache row, that are read ahead and sorted by prompt length."""
+"""Number of requests per cache row that `Engine.run` reads ahead and sorts by prompt length."""
 
 
 @dataclass(eq=False)
@@ -87,8 +88,8 @@ class Generation:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    """New tokens. If a stop string ended the text, the tokens of the stop string are included. A token that ended the
-    text is not included."""
+    """New tokens. If a stop string ended the text, the tokens of the stop string are included. A token of `stop_ids` or
+    `eos_ids` that ended the text is not included."""
 
     text: str = ""
     """Text of the new tokens. Characters at the end that later tokens may still change are omitted. Without a
@@ -106,7 +107,7 @@ class Generation:
     are still being generated."""
 
     error: str | None = None
-    """Error that prevented or interrupted the generation; None if there was no error."""
+    """Message of the error that prevented or interrupted the generation. None if there was no error."""
 
     stream: TextStream | None = field(default=None, repr=False)
     budget: int = 0
@@ -114,12 +115,12 @@ class Generation:
 
 
 class Engine:
-    """Engine that runs requests on the leader of a `StageRunner`.
+    """Engine that generates the texts of many requests at once. It runs on the leader rank of a `StageRunner`.
 
     At most `rows` texts are generated at the same time. If all rows are occupied, further requests wait in a queue
     until a row becomes free. A forward pass over several prompts reads at most `prefill_tokens` tokens, including
-    padding. A longer prompt is read in a separate pass. `detokenize` is needed to return text or to support stop
-    strings.
+    padding. A prompt with more tokens is read in a separate pass. `detokenize` is needed to return text or to support
+    stop strings.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Engine:
         return found
 
     def why_refused(self, request: Request) -> str | None:
-        """Return the reason why the model cannot process a request; None if it can."""
+        """Return the reason why the model cannot process a request. Return None if the model can process it."""
         if (count := len(request.prompt)) >= self.longest:
             return (
                 f"has {count} tokens, but the model reads at most {self.longest} (--max-position-embeddings): shorten "
@@ -192,12 +193,12 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def beat(self) -> None:
-        """Check that the other ranks are alive. The check is a forward pass without tokens. Raises an error if a rank
+        """Run a forward pass without tokens to check that the other ranks are alive. Raises an error if a rank
         failed."""
         self.runner.run(Pass(drop=self._dropped()))
 
     def stop(self) -> None:
-        """End `follow` on the other ranks."""
+        """Make `StageRunner.follow` return on the other ranks."""
         self.runner.stop()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
@@ -285,7 +286,7 @@ class Engine:
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # its decoder state may be invalid
+                generation.stream = None  # the state of the decoder may be invalid
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:

@@ -16,8 +16,8 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""The number of columns in the cache is a multiple of GROWTH. If more columns are needed, their number is increased by
-at least 50%."""
+"""The number of columns in the cache is always a multiple of `GROWTH`. If the cache needs more columns, their number is
+increased by at least 50%."""
 
 
 class KeyValueCache:
@@ -75,13 +75,13 @@ class KeyValueCache:
         return self._layers[layer]
 
     def states_of(self, layer: int, first: int, count: int) -> tuple[Tensor, ...] | None:
-        """Return the states [count, ...] of `count` rows, beginning with `first`; None before the first forward pass of
-        the layer."""
+        """Return the states [count, ...] of `count` rows, beginning with row `first`. Return None before the first
+        forward pass of the layer."""
         states = self._states.get(layer)
         return None if states is None else tuple(x[first : first + count] for x in states)
 
     def set_states(self, layer: int, first: int, new: Sequence[Tensor]) -> None:
-        """Replace the states [count, ...] of `count` rows, beginning with `first`."""
+        """Replace the states [count, ...] of `count` rows, beginning with row `first`."""
         rows = first + len(new[0])
         states = self._states.get(layer)
         if states is None or len(states[0]) < rows:
@@ -94,8 +94,8 @@ class KeyValueCache:
 
 
 class Cached:
-    """Part of a cache that one forward pass reads and extends, for b texts with s new tokens each
-    (`megatron.core.batch.EarlierTokens`)."""
+    """Part of a cache that one forward pass reads and extends, for b texts with up to s new tokens each. This class
+    implements the protocol `megatron.core.batch.EarlierTokens`."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class Cached:
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """Positions of the new tokens, [b, s]."""
         self.lengths = None if min(counts) == width else torch.tensor(counts, device=device)
-        """Number of new tokens of each text, [b]. None if all texts have the same number of new tokens, so that none is
-        padded."""
+        """Number of new tokens of each text, [b]. None if all texts have the same number of new tokens, because no
+        padding is needed in this case."""
         self._seen: dict[Span, Tensor] = {}
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
-        """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values of all tokens [b,
-        groups, columns, width]; None if there are no earlier tokens."""
+        """Store keys and values [s, b, groups, width] of the new tokens. Return the keys and values of all tokens [b,
+        groups, columns, width]. Return None if there are no earlier tokens."""
         stop = self.first + self.rows
         kept = self.cache.columns_of(layer, new, stop, self.columns)
         rows = torch.arange(self.first, stop, device=self.positions.device)[:, None]
@@ -135,7 +135,7 @@ class Cached:
         return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return the recurrent states of a layer after the earlier tokens, as tensors [b, ...]. Returns None if there
+        """Return the recurrent states of a layer after the earlier tokens, as tensors [b, ...]. Return None if there
         are no earlier tokens."""
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 

@@ -1,4 +1,4 @@
-"""Forward passes for generation with a model that is distributed over pipeline stages and ranks.
+"""Forward passes for text generation with a model that is distributed over ranks.
 
 One rank is the leader. The leader decides which tokens a pass reads, sends these tokens to the other ranks (`Pass`),
 and receives the logits of the last stage. The other ranks run the same passes on their stages and shards until the
@@ -60,11 +60,11 @@ class Outputs:
 
 
 class StageRunner:
-    """Object that runs the pipeline stages of one rank for generation. A StageRunner owns the key/value cache of the
-    rank's stages, and exchanges messages with the other ranks. `stages` maps the number of each pipeline stage on this
-    rank to the stage's module. `layout` gives the pipeline rank of each stage. `control` contains the ranks of the
-    model, with the leader first. By default, `control` contains the tensor- and pipeline-parallel ranks of `state`. If
-    experts are sharded over several data-parallel ranks, `control` must also contain these ranks.
+    """Object that runs the pipeline stages of one rank during text generation. A StageRunner owns the key/value cache
+    of the rank's stages, and exchanges messages with the other ranks. `stages` maps the number of each pipeline stage
+    on this rank to the stage's module. `layout` contains the pipeline rank of each stage. `control` contains the ranks
+    of the model, with the leader first. By default, `control` contains the tensor- and pipeline-parallel ranks of
+    `state`. If experts are sharded over several data-parallel ranks, `control` must also contain these ranks.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StageRunner:
             self._pass(step)
 
     def stop(self) -> None:
-        """End `follow` on the other ranks. Only the leader calls this method."""
+        """Make `follow` return on the other ranks. Only the leader calls this method."""
         self._broadcast(None)
 
     def _broadcast(self, step: Pass | None) -> Pass | None:

@@ -20,22 +20,23 @@ class Sampling:
     """Sampling parameters. Repetition penalty, temperature, top_k, top_p and min_p are applied in this order."""
 
     temperature: float = 0.0
-    """Divisor of the logits; 0 chooses the most likely token."""
+    """Divisor of the logits. If the temperature is 0, the most likely token is chosen."""
 
     top_k: int | None = None
-    """Number of most likely tokens from which the next token is sampled; None samples from all tokens."""
+    """Number of most likely tokens from which the next token is sampled. If None, the next token is sampled from all
+    tokens."""
 
     top_p: float | None = None
-    """Choose from the smallest set of most likely tokens whose total probability is at least this number
-    (arXiv:1904.09751)."""
+    """Minimum total probability of the tokens from which the next token is sampled. The smallest set of most likely
+    tokens that reaches this probability is used (arXiv:1904.09751)."""
 
     min_p: float | None = None
-    """Choose from tokens with at least this fraction of the probability of the most likely token (arXiv:2407.01082)."""
+    """Minimum probability of the tokens from which the next token is sampled, as a fraction of the probability of the
+    most likely token (arXiv:2407.01082)."""
 
     repetition_penalty: float = 1.0
-    """Repetition penalty for tokens that already occur in the prompt or in the new text. Positive logits of these
-    tokens are divided by the penalty, and negative logits are multiplied by the penalty (CTRL, arXiv:1909.05858,
-    section 4.1)."""
+    """Penalty for tokens that already occur in the prompt or in the new text. Positive logits of these tokens are
+    divided by the penalty, and negative logits are multiplied by the penalty (CTRL, arXiv:1909.05858, section 4.1)."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -85,14 +86,13 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        # `last` is the index of the last token that is not excluded. Rounding must not move the choice beyond it. If
-        # the
-        # probabilities are NaN, `last` is -1, and the choice becomes 0.
+        # `last` is the index of the last token that is not excluded. It limits the choice, because rounding could
+        # select an excluded token after it. If the probabilities are NaN, `last` is -1, and the choice becomes 0.
         last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.to(torch.float64, copy=True)  # fp64 represents every product of a logit and a penalty
+        logits = logits.to(torch.float64, copy=True)  # in other dtypes, logit * penalty could overflow
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]

@@ -1,5 +1,5 @@
-"""Incremental decoding of tokens to text. In text streaming, incomplete characters and possible beginnings of stop
-strings are held back until they can no longer change."""
+"""Incremental decoding of tokens to text. Incomplete characters and text that may be the beginning of a stop string are
+held back until later tokens can no longer change them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 replacement character per byte."""
 
 MOST_BYTES = 3
-"""Largest number of bytes of an incomplete UTF-8 character."""
+"""Maximum number of bytes of an incomplete UTF-8 character."""
 
 
 class TextStream:
@@ -26,18 +26,18 @@ class TextStream:
         self._tokens = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._tokens)
         self._decoded = detokenize(self._tokens)
-        """Part of the text of tokens[_first:] that has already been returned."""
+        """Part of the text of `_tokens[_first:]` that belongs to the prompt or that `_taken` has already returned."""
         self._held = ""
         self.stopped = False
         """True if the text contains a stop string."""
 
     def add(self, token: int) -> str:
-        """Add a token. Returns the additional text that later tokens can no longer change."""
+        """Add a token. Return the new part of the text that later tokens can no longer change."""
         self._tokens.append(token)
         return self._released(self._taken(final=False), final=False)
 
     def finish(self) -> str:
-        """End the text. Returns the remaining text, which `add` has not returned."""
+        """End the text. Return the rest of the text, which `add` has not returned yet."""
         if self.stopped:
             return ""
         return self._released(self._taken(final=True), final=True)
