@@ -1,1 +1,1 @@
-"""Data sets, tokenizers, and run phases with their own data."""
+"""Data sets, tokenizers, and training phases that use different data."""

@@ -61,10 +61,10 @@ class IndexedDatasetBuilder:
     """Writer that appends documents to a pair of `.bin` and `.idx` files, with constant memory use.
 
     Files have temporary names until `finalize` syncs them to disk and renames them. The index is renamed last. A
-    dataset is therefore either complete or absent. As a context manager, the writer finalizes the dataset on success
-    and deletes its files on an exception. If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes
-    visible when `finalize` completes the upload. `.idx` is uploaded after `.bin`. If `described` is given, a file
-    `PREFIX.sums.json` with the checksums and the description is written last.
+    dataset is therefore either complete or absent. If the writer is used as a context manager, it finalizes the dataset
+    on success, and deletes its files if an exception is raised. If `prefix` is a URL, `.bin` is uploaded while it is
+    written, and becomes visible when `finalize` completes the upload. `.idx` is uploaded after `.bin`. If `described`
+    is given, a file `PREFIX.sums.json` with the checksums and the description is written last.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, described: Mapping[str, object] | None = None) -> None:
@@ -85,7 +85,8 @@ class IndexedDatasetBuilder:
             self._lengths = self._open("lengths")
             self._boundaries = self._open("boundaries")
         except BaseException:
-            # Any error, for example too many open files or KeyboardInterrupt, must leave no temporary files.
+            # Temporary files are removed after any exception, such as KeyboardInterrupt or an error about too many open
+            # files.
             self._remove()
             raise
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
@@ -109,7 +110,7 @@ class IndexedDatasetBuilder:
         self._write(values, lengths[lengths > 0].astype("<i4"), boundaries.astype("<i8"))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append another dataset of the same dtype."""
+        """Append all documents of another dataset, which must have the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(
                 f"{dataset.prefix}: tokens are {dataset.dtype.name}, but those of the previous datasets are "
@@ -245,7 +246,7 @@ class IndexedDatasetBuilder:
 
 
 def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
-    """Cast tokens to the dtype of the file. Raises ValueError if a token id would overflow."""
+    """Cast tokens to the dtype of the file. Raises ValueError if this dtype cannot represent a token id."""
     values = np.asarray(tokens)
     if values.dtype == dtype or len(values) == 0:
         return values.astype(dtype)

@@ -53,7 +53,8 @@ class _Room:
         while items:
             above = self.rooms >> length
             room = length + (above & -above).bit_length() - 1 if above else self.capacity
-            # A bin that has just received an item is the fullest bin with room for the next item of the same length.
+            # A bin receives as many items as fit, because after each item it is the fullest bin with room for the next
+            # one.
             each = room // length
             wanted = -(-items // each)
             taken = self._take(room, wanted) if above else self._open(wanted)

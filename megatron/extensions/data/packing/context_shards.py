@@ -50,7 +50,7 @@ Owners = NDArray[np.int64]
 
 
 class Score(NamedTuple):
-    """Estimated cost of dividing a sequence over context-parallel ranks in a given way."""
+    """Estimated cost of one division of a sequence over context-parallel ranks."""
 
     time: float
     """Estimated time of the slowest rank, in units of one query-key pair. The time of a rank is its number of query-key
@@ -173,8 +173,8 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
-    """Assign a document to one rank if its length is at most the fraction `share` of a rank's tokens and if it fits on
-    the rank. Divide longer documents into chunks.
+    """Assign whole documents to ranks. Documents that are longer than `share` times the number of tokens per rank are
+    divided into chunks, which are assigned separately.
 
     Documents and chunks are assigned in descending order of query-key pairs per token. Only ranks with enough room for
     the document or chunk are considered. Among these ranks, the one that needs the most additional work per free token

@@ -19,7 +19,7 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Limit on the number of swaps by which `equal_groups` balances the work: `SWAPS` times the number of groups."""
+"""Maximum number of swaps in `equal_groups`, as a multiple of the number of groups."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
@@ -94,8 +94,8 @@ class WorkDealer:
     seq_length: int
 
     def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
-        """Return the work of each sample, [samples]. If the data set does not report its documents, each sample counts
-        as a single document."""
+        """Return the work of each sample, [samples]. If the data set does not report the documents of its samples, each
+        sample counts as a single document."""
         parts = (documents_of(dataset, number) for number in samples)
         lengths = ([count for _, _, count in each] for each in parts)
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)

@@ -1,4 +1,4 @@
-"""Flags of packing. This module does not import torch."""
+"""Flags for sequence packing. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class PackingConfig:
         return made
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Describe how well documents of these lengths fill samples, and how evenly work is distributed over the
-        replicas of a step."""
+        """Return a text about how well documents with the given lengths fill samples, and how evenly the work of a step
+        is distributed over replicas. Return None if documents are not packed and work is not balanced."""
         if not self.packs:
             return None
         told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)

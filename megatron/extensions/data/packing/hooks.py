@@ -18,7 +18,8 @@ from megatron.training.run import TrainingRun
 
 
 class WorkOfReplicas(Callback, Meter):
-    """Log the ratio of the busiest replica's attention work to the mean work per replica (--balance-packed-samples).
+    """Callback that logs the ratio of the busiest replica's attention work to the mean work per replica
+    (--balance-packed-samples).
 
     The work depends only on document lengths, so the first rank computes it for all replicas.
     """
@@ -58,9 +59,9 @@ class WorkOfReplicas(Callback, Meter):
 
 
 class WorkOfContextRanks(Callback, Meter):
-    """Log the ratio of the busiest context-parallel rank's attention work to the mean work per rank, and the fraction
-    of keys that are sent to other ranks (--balance-packed-samples and --hybrid-context-parallel). The values are
-    averaged over the micro-batches of all replicas."""
+    """Callback that logs the ratio of the busiest context-parallel rank's attention work to the mean work per rank, and
+    the fraction of keys that are sent to other ranks (--balance-packed-samples and --hybrid-context-parallel). The
+    values are averaged over the micro-batches of all replicas."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.data, self.device = run.data, run.runtime.device

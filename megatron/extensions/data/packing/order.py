@@ -70,7 +70,7 @@ class Rounds:
             lengths: Lengths of all documents of the data set.
             documents: Range of document numbers to use.
             seq_length: Number of input tokens per sample. The label of the last token is not counted.
-            window: Largest number of documents per window.
+            window: Maximum number of documents per window.
         """
         tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
         epochs = -(-FEWEST_BINS * (seq_length + 1) // max(tokens, 1))
@@ -83,8 +83,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
     Args:
         lengths: Lengths of all documents of the data set.
         rounds: Documents to use, and the division of the run into rounds.
-        seq_length: Number of input tokens
-        per sample. The label of the last token is not counted.
+        seq_length: Number of input tokens per sample. The label of the last token is not counted.
         seed: Seed of the sample order.
         number: Number of the round, starting at 0.
     """

@@ -1,4 +1,4 @@
-"""Log line about padding and work balance of packed samples."""
+"""Log line about the padding and the work balance of packed samples."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def context_imbalances(
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
         step: Shape of a step: its number of samples, its number of replicas, and its micro-batch size.
         divider: Object that divides micro-batches over context-parallel ranks.
-        most: Largest number of micro-batches to evaluate.
+        most: Maximum number of micro-batches to evaluate.
     """
     size = step.micro_batch_size
     bounds = pairwise([0, *packed.ends[: most * size].tolist()])
@@ -104,7 +104,7 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
         packed: Samples.
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
         step: Shape of a step: its number of samples, its number of replicas, and its micro-batch size.
-        most: Largest number of steps to evaluate; None for all.
+        most: Maximum number of steps to evaluate; None for all.
     """
     steps = len(packed.ends) // step.samples
     steps = steps if most is None else min(steps, most)

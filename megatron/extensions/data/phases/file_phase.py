@@ -1,6 +1,6 @@
 """Training phases that a phase file defines. For each phase, this module computes the first sample, token and
-iteration. If the sequence length changes, this module also divides the rest of the training source into samples of the
-new length. This module does not import torch.
+iteration. If the sequence length changes, this module also divides the unused rest of each training data source into
+samples of the new length. This module does not import torch.
 
 A step is never divided between two phases, so a phase begins with the first step at or after the position in the file.
 If the sequence length changes, the first sample of the new phase begins with the first token that no earlier sample
@@ -68,7 +68,7 @@ def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
 
 
 COMPARED = (*DATA, *POSITIONS, "global_batch_size")
-"""Fields that must not change once a phase has begun."""
+"""Configuration fields of a phase that must not change once the phase has begun."""
 
 NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
     "lr_warmup_iters": 0,
@@ -96,7 +96,7 @@ class FilePhase(Phase):
     """Entry of the --data-phases file that defines this phase."""
 
     first_iteration: int
-    """Number of iterations before the phase."""
+    """Number of iterations before the phase begins."""
 
     optimizer: OptimizerConfig | None = None
     """Learning-rate schedule of the phase, in samples from the phase's beginning; None to continue the run's
@@ -205,7 +205,7 @@ def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FileP
 
 
 def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
-    """Apply the changes of a phase, except its learning rate, to the run's configuration, and return the result."""
+    """Return the run's configuration with all changes that a phase makes, except for its learning rate."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")

@@ -17,7 +17,7 @@ from megatron.training.run import TrainingRun
 
 
 class EntersPhases(Callback):
-    """Callback that switches the parts of a run to the phase of its next step."""
+    """Callback that switches a run to the phase of its next step."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         enter_phase(run)

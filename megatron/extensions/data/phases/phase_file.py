@@ -54,7 +54,7 @@ LR_LENGTHS = tuple(
     for unit in units
 )
 FIELDS = (*DATA, *SIZES, *POSITIONS, *LR_SHAPE, *LR_LENGTHS)
-"""Fields that a phase may change."""
+"""Configuration fields that a phase may change."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class PhaseEntry:
     """Flags that the phase changes, as (field, value) pairs."""
 
     anew: bool | tuple[str, ...] = False
-    """Whether all data sources restart from their beginning in this phase, or a tuple with the names of the data
-    sources that restart."""
+    """True if all data sources restart from their beginning in this phase. If only some data sources restart, a tuple
+    with their names."""
 
     def value(self, field: str) -> object:
         return dict(self.values).get(field)

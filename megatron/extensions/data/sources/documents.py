@@ -1,4 +1,5 @@
-"""Documents read by a library: texts, or token ids that are used unchanged."""
+"""Interface of documents that a third-party library reads. A document is a text, or a list of token ids that are used
+unchanged."""
 
 from __future__ import annotations
 

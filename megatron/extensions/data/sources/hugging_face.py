@@ -1,5 +1,5 @@
-"""Data sets of Hugging Face's `datasets`: folders written by `save_to_disk`, and files of rows that the library
-reads."""
+"""Reader of data sets through Hugging Face's library `datasets`. The data sets are folders written by `save_to_disk`,
+files in formats such as Parquet, or data sets on the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": _zstd,
 }
-"""Decompressor factories by file name suffix. A decompressor handles one compressed stream; a file of several
-concatenated streams needs a new decompressor for each stream."""
+"""Maps file name suffixes to functions that create a decompressor. A decompressor handles one compressed stream; a file
+of several concatenated streams needs a new decompressor for each stream."""
 
 
 class _Decompressed(io.RawIOBase):
@@ -178,7 +178,8 @@ FORMATS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-"""Formats by file name suffix. The formats are keys of `megatron.extensions.data.text_data.formats.READERS`."""
+"""Maps file name suffixes to file formats. The formats are keys of
+`megatron.extensions.data.text_data.formats.READERS`."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class TrainingState:
 
     progress: Progress
     step_count: int
-    """Number of optimizer updates so far, which Adam's bias correction depends on."""
+    """Number of optimizer updates so far. Adam's bias correction depends on this number."""
 
     kinds: tuple[str, ...]
     """Kinds of optimizer state, such as "main_param" and "exp_avg"."""

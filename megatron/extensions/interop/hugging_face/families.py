@@ -32,8 +32,8 @@ class Rule:
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """Layout that converts between the Hugging Face tensors and the parameter. A layout is specified by a name defined
-    in `named_layouts`, or is a custom `Layout`."""
+    """Layout that converts between the Hugging Face tensors and the parameter. It is either the name of an entry in
+    `named_layouts`, or a custom `Layout` object."""
 
 
 class Adapter(ABC):
@@ -195,8 +195,8 @@ class Family:
     """Value in layer_types for a layer with linear attention."""
 
     values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
-    """Translation tables by config.json key. Each table maps the supported values of its config.json key to values of
-    the corresponding TransformerConfig field.
+    """Maps config.json keys to translation tables. Each table maps the supported values of the key to values of the
+    corresponding TransformerConfig field.
 
     If several config.json values map to the same field value, the first of them is written.
     """

@@ -1,5 +1,5 @@
-"""Conversion of Hugging Face's config.json to a model configuration. The tables in `families` describe the conversion.
-This module does not import torch.
+"""Conversion of Hugging Face's config.json to a model configuration. The conversion follows the tables of the model's
+family, whose format `families` defines. This module does not import torch.
 
 All functions except `read_json` are pure. An unsupported setting raises an error and is never replaced by a similar
 setting. A config.json may be untrusted. A wrong type or an impossible value raises ValueError with a one-line message.

@@ -1,7 +1,7 @@
-"""Conversion of weights between Hugging Face's and this program's names and tensor layouts. The tables in `families`
-describe the conversion.
+"""Conversion of weights between Hugging Face's and this program's formats, which differ in tensor names and layouts.
+The conversion follows the tables of the model's family, whose format `families` defines.
 
-This module opens no files: tensors may be in memory, or on disk and read in slices.
+This module does not open files. The tensors that it receives may be in memory, or on disk and read in slices.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Conversion of a model configuration to Hugging Face's config.json. The tables in `families` describe the conversion.
-This module does not import torch.
+"""Conversion of a model configuration to Hugging Face's config.json. The conversion follows the tables of the model's
+family, whose format `families` defines. This module does not import torch.
 
 If the family's config.json cannot express a setting exactly, an error is raised. As a check, the keys are converted
 back to a model configuration, which must equal the original configuration.

@@ -184,7 +184,7 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 class Piece(NamedTuple):
     """Megatron-LM tensor that stores a part of a parameter. `names` contains the possible names of the tensor, and
-    `shape` is the tensor's shape. The tensor contains the slice `channels` of the channels of each group."""
+    `shape` is the tensor's shape. In each group, the tensor contains only the channels in the slice `channels`."""
 
     names: list[str]
     channels: slice

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class MegatronCheckpoint:
-    """Class in `PATH_KINDS` that recognizes Megatron-LM checkpoints. The class also implements the conversion format;
-    see `megatron.extensions.interop.conversion.formats.Format`."""
+    """Class in `PATH_KINDS` that recognizes Megatron-LM checkpoints. The class also implements the protocol
+    `megatron.extensions.interop.conversion.formats.Format`, so that conversions can read and write these
+    checkpoints."""
 
     format = "megatron"
     usual = False

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's newest parsers, and their treatment in this program. This module does not import torch.
+"""Flags of the latest Megatron-LM versions, and how this program treats these flags. This module does not import torch.
 
 The table `flags_of_head.txt` in this folder lists the flags on Megatron-LM's branches main and dev, with one line for
 each spelling of a flag. `tools/compare_megatron_flags.py` compares the table with the parser of a checkout and updates
@@ -129,8 +129,8 @@ def _is_known(name: str, value: str) -> bool:
 
 
 def changes(before: Sequence[TheirFlag], now: Sequence[TheirFlag]) -> dict[str, list[str]]:
-    """Compare the flags of two argument parsers. The result maps the titles of three lists to lines about new, removed
-    and changed flags."""
+    """Compare the flags of two argument parsers. Return a dict with three entries, for new, removed and changed flags.
+    Each entry maps a title to a list with one line per flag."""
     old, new = ({flag.name: flag for flag in flags} for flags in (before, now))
     return {
         "New": [f"{name}: {treatment(new[name])}" for name in new if name not in old],

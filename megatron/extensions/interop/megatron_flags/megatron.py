@@ -1,4 +1,4 @@
-"""Entry of `FOREIGN_PROGRAMS` for Megatron-LM: translation of its flags, and known differences in results. This module
+"""Entry of `FOREIGN_PROGRAMS` that translates Megatron-LM's flags and reports known differences in results. This module
 does not import torch."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class MegatronLM(ForeignFlags):
-    """Translation of Megatron-LM's flags by the tables, and warnings about known differences in results."""
+    """Translator of Megatron-LM's flags. It also warns about known differences in results."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         return differences_met(config, given)

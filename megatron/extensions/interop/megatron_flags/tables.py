@@ -102,8 +102,8 @@ class ForeignFlags:
     value requests."""
 
     several_not_built: dict[str, str]
-    """Maps a flag to the unsupported feature that a list of several values would request. The table contains only flags
-    for which this program accepts a single value."""
+    """Maps flags that accept only a single value in this program to the unsupported feature that several values would
+    request."""
 
     registered_by: dict[str, str]
     """Maps text of the form "FLAG VALUE" to the file in examples/ that adds support for the value."""
