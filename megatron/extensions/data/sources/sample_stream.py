@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """Cursor of the first document of the window, as `Documents.read_from` yields it."""
 
     document: int = 0
-    """Number of documents that have been consumed, in shuffled order, from the window."""
+    """Number of documents of the window that have been consumed, in shuffled order."""
 
     token: int = 0
     """Number of tokens of the current document that have been consumed."""
@@ -101,8 +101,8 @@ class SampleStream:
             self.know(number, held[0][0]._replace(token=offset))
 
     def _documents_from(self, place: Place) -> Iterator[tuple[Place, NDArray[np.int64]]]:
-        """Yield the position and the token ids of each document, starting at the document of `place` and continuing
-        over all later epochs."""
+        """Yield the position and the token ids of each document, starting at the position `place`. The iterator
+        continues through all later epochs."""
         epoch, window, cursor, behind, _ = place
         while True:
             some = False

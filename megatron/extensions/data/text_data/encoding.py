@@ -31,7 +31,7 @@ CHUNKS_IN_FLIGHT = 3  # in each worker
 
 @dataclass(frozen=True)
 class Job:
-    """Settings with which one process tokenizes chunks."""
+    """Settings that a process needs to tokenize chunks."""
 
     tokenizer: TokenizerConfig
     vocab_size: int | None

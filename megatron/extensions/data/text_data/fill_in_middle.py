@@ -31,8 +31,8 @@ that was cut within a character, for example at the end of a sample."""
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens: the markers before the parts of a document, padding, and the separators of documents and
-    of fragments."""
+    """Ids of special tokens: the markers before the parts of a document, the padding token, and the tokens that
+    separate documents and fragments."""
 
     prefix: int
     middle: int

@@ -130,7 +130,7 @@ class FillInMiddleConfig:
         Args:
             dataset: Data set to wrap.
             config: Data configuration.
-            tokenizer: Tokenizer of the run, which --fim-data needs.
+            tokenizer: Tokenizer of the run; --fim-data requires one.
             seed: Seed of the random numbers.
         """
         if not self.fim_data:
@@ -140,7 +140,7 @@ class FillInMiddleConfig:
 
 
 def _paths_of(config: RunConfig) -> list[str]:
-    """Return the data paths that the flags name."""
+    """Return all data paths that the flags of a run specify."""
     data = config.data
     words = [*(data.data_path or ()), *(data.train_data_path or ()), *(data.valid_data_path or ())]
     words += [*(data.test_data_path or ()), *(word.partition("=")[2] for word in data.valid or ())]

@@ -434,4 +434,4 @@ READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]]
     "parquet": ("row", _parquet),
     "arrow": ("row", _arrow),
 }
-"""Mapping from each format to the word for its records and the function that reads them."""
+"""Maps each file format to a pair: the word for its records in messages, and the function that reads the records."""

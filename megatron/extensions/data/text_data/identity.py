@@ -103,7 +103,7 @@ def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, ob
 
 
 _PROBED: dict[str, str] = {}
-"""Cached results of `_ids_of_probes`, by tokenizer identity and --vocab-size."""
+"""Cached results of `_ids_of_probes`, keyed by tokenizer identity and --vocab-size."""
 
 
 def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
@@ -127,7 +127,7 @@ def _paths_in(options: Sequence[Mapping[str, object]]) -> Iterator[str]:
     yield from (value for value in values if os.path.isfile(value))
 
 
-# Descriptions of folders with tokens.
+# Description files in the folders of tokenized datasets.
 
 
 def describe_tokens(

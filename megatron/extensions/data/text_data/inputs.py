@@ -69,7 +69,8 @@ of several concatenated streams needs a new decompressor for each stream."""
 
 
 class _Decompressed(io.RawIOBase):
-    """File of one or more concatenated compressed streams. Raises Damaged."""
+    """Readable file that decompresses one or more concatenated streams. Reading raises `Damaged` if a stream is damaged
+    or truncated."""
 
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix

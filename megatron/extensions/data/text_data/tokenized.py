@@ -135,7 +135,7 @@ class TextData:
             target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
             if not _intact(target):
                 with folder_lock(folder):
-                    # Another process may have created the dataset before this process got the lock.
+                    # Another process may have created the dataset before this process acquired the lock.
                     if not _intact(target):
                         self._tokenize(job, source, target)
             # The bad records of an existing dataset are also checked, because an earlier run may have used a larger

@@ -1,4 +1,5 @@
-"""Conversion of a checkpoint between formats: open the source, plan the target, and write the output atomically."""
+"""Conversion of a checkpoint to another format. A conversion opens the source, plans the target, and writes the output
+atomically."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
     """Context manager that yields a temporary folder next to `final`.
 
     If the `with` block succeeds, the folder is renamed to `final`. If the block fails, the temporary folder is deleted.
-    If the process is killed, the next conversion deletes the folder. `final` therefore never contains a partial output.
-    Raises ValueError if `final` exists, unless `final` contains a model and `force` permits replacing this model.
+    If the process is killed, the next conversion deletes the temporary folder. `final` therefore never contains a
+    partial output. Raises ValueError if `final` exists, unless `final` contains a model and `force` permits replacing
+    this model.
     """
     refuse(final, force)
     scratch = final.with_name(f".{final.name}.incomplete")

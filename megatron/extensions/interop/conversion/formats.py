@@ -206,7 +206,7 @@ class Format(Protocol):
 
     @property
     def format(self) -> str:
-        """Name of the format, which is a value of --to."""
+        """Name of the format. This name is a possible value of --to."""
 
     @property
     def usual(self) -> bool:
@@ -217,7 +217,7 @@ class Format(Protocol):
         disk."""
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
-        """Plan the conversion of `source` to this format, with `folder` as the output folder."""
+        """Plan the conversion of `source` to this format. The output will be written to `folder`."""
 
 
 MERGE_FILE = "merge.json"

@@ -1,5 +1,5 @@
-"""Checkpoint weights for a merge: equal, set by the user, or emulating a learning rate decay. This module does not
-import torch.
+"""Computation of the checkpoint weights for a merge. The weights are equal, set by the user, or emulate a learning rate
+decay. This module does not import torch.
 
 The emulation follows Warmup-Stable-Merge (arXiv:2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints of a
 run with a constant learning rate, and let g_i be the sum of the run's updates between theta_{i-1} and theta_i. A

@@ -80,8 +80,8 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """Return the weighted sum of the models' tensors named `name`. `reads` contains one function per model. The
-        function reads the model's tensor."""
+        """Return the weighted sum of the models' tensors named `name`. `reads` contains one function per model, and
+        each function reads the tensor of its model."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()
@@ -171,8 +171,8 @@ def _other_fields(one: Part, two: Part) -> list[str]:
 
 
 def opened_alike(paths: Sequence[PurePath], options: Options) -> list[Source]:
-    """Open models. If a format pads the vocabulary when it reads a model, all models are padded to the largest
-    vocabulary size.
+    """Open models. If the format of a model pads the vocabulary on reading, the models are padded to the largest
+    vocabulary size of all models.
 
     Raises ValueError if a path does not contain a model.
     """

@@ -1,6 +1,6 @@
 """Output folders in remote storage. The files are written to a local temporary folder and then uploaded.
 
-The output contains a file `.unfinished` until all files are uploaded. A failed upload leaves no folder.
+The output contains a file `.unfinished` until all files are uploaded. If the upload fails, the folder is removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streaming checkpoint writer that holds at most two tensors in memory: the current one and the next one."""
+"""Streaming checkpoint writer, which holds at most two tensors in memory: the tensor being written and the next one."""
 
 from __future__ import annotations
 

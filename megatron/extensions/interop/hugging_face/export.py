@@ -70,7 +70,7 @@ class ExportProcess:
         return self._process.poll() is not None
 
     def wait(self) -> tuple[int, list[str]]:
-        """Wait for the export and show its progress. Returns the exit code and the output of the export process."""
+        """Wait for the export and show its progress. Return the exit code and the output of the export process."""
         bar: ProgressBar | None = None
         while True:
             try:

@@ -1,4 +1,5 @@
-"""Hugging Face families: weight names and layouts, and keys of config.json. This module does not import torch.
+"""Descriptions of Hugging Face families: their weight names and layouts, and their keys of config.json. This module
+does not import torch.
 
 A `Rule` maps Hugging Face tensors to one parameter of this program. A `Family` contains the rules of a `model_type`,
 and maps the keys of its config.json to TransformerConfig fields. `family_files` reads families from files.
@@ -206,7 +207,8 @@ class Family:
 
 
 FAMILIES = Registry("model_type", NoFacts, protocol=Family)
-"""Registered families by `model_type`. A file in --hf-family adds a family without code.
+"""Registered families, keyed by `model_type`. Users can add a family without code by passing a file to --hf-family. In
+code, a family is registered as follows:
 
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
@@ -217,7 +219,7 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values which mean that a config.json key is not set. The transformers class then computes its value from other
+"""Values that mean that a config.json key is not set. The transformers class then computes its value from other
 keys."""
 
 

@@ -73,8 +73,8 @@ def common_keys() -> list[str]:
 
 
 def __getattr__(name: str) -> Family:
-    """Return a built-in family as an attribute of this module. The attribute's name is the `model_type` in capital
-    letters, such as `family_files.GEMMA3_TEXT`."""
+    """Return a built-in family as an attribute of this module. The attribute's name is the `model_type` in upper case,
+    such as `family_files.GEMMA3_TEXT`."""
     if not name.isupper() or not FOLDER.joinpath(f"{name.lower()}.json").is_file():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _family(name.lower(), f"families/{name.lower()}.json", _built_in(name.lower()))
@@ -90,8 +90,9 @@ def is_family_file(value: str) -> bool:
 
 
 def family_to_write(values: Iterable[str]) -> str | None:
-    """Return the family that --hf-family selects for exports; None if the flag selects no family. Call this function
-    after family files are registered. Raises ValueError if the flag contains an unknown name or several names."""
+    """Return the name of the family that --hf-family selects for exports. Return None if the flag selects no family.
+    Call this function only after the family files have been registered. Raises ValueError if the flag contains an
+    unknown name or several names."""
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
         rule = "both select the family of exports; give only one NAME. Files must end in .json"
@@ -242,7 +243,7 @@ def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
     """Parse a weights table, which maps parameter names to Hugging Face tensor names, and yield its rules. Each value
     in the table contains the name of a layout and a colon, followed by Hugging Face names separated by spaces. For the
     layout "Same", the name and the colon are omitted. A name that starts with a dot is appended to the prefix of its
-    layer. `*` stands for both weight and bias.
+    layer. `*` means both weight and bias.
     """
 
     def whole(name: str, layer: str, kind: str) -> str:

@@ -27,7 +27,7 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class HFFolder:
-    """Open folder: `config` is the content of config.json, and `tensors` maps names to weights on disk.
+    """Open model folder. `config` is the content of config.json, and `tensors` maps tensor names to weights on disk.
 
     For a multimodal model, `config` and `tensors` describe only the text model. Raises ValueError if the folder is
     invalid.
@@ -99,8 +99,8 @@ def _open_shards(folder: Path, index: str, read: Callable[[Path], Mapping[str, S
 
 
 class _BinFiles:
-    """Files of torch.save, loaded with `weights_only` and memory-mapped if possible. Only one file is open at a
-    time."""
+    """Files that torch.save wrote. They are loaded with `weights_only`, and are memory-mapped if possible. Only one
+    file is open at a time."""
 
     def __init__(self) -> None:
         self._open: tuple[Path, dict[str, Tensor]] | None = None
@@ -144,8 +144,8 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Assign tensors, in order, to files of at most `max_bytes`. A tensor larger than `max_bytes` gets a separate
-    file."""
+    """Assign tensors, in order, to files of at most `max_bytes`. A tensor larger than `max_bytes` is stored in a
+    separate file."""
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():

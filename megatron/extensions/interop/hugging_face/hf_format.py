@@ -1,6 +1,7 @@
 """Conversion source and target for Hugging Face folders.
 
-`compare_logits` checks a conversion: it compares the fp32 logits of the transformers model and of the checkpoint.
+`compare_logits` checks a conversion by comparing the fp32 logits of the transformers model with those of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 
 
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
-    """Return the ids of the tokens that begin, end and pad a text. If the tokenizer cannot be read, also return a
-    message for the user.
+    """Return the ids of the tokens that begin, end and pad a text, keyed by their names in config.json. If the
+    tokenizer cannot be read, also return a message for the user.
 
     The value of an unknown token id is None. Its key is not omitted, because transformers would use the default of its
     configuration class for a missing key, and this default may be a different token.
@@ -249,11 +250,11 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Largest difference between the logits of two models for the same text."""
+    """Result of comparing the logits of two models for the same text."""
 
     largest: float
     scale: float
-    """Largest absolute logit."""
+    """Maximum absolute value of the logits."""
 
     tokens: int
 

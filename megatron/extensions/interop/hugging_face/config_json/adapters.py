@@ -216,7 +216,7 @@ class LettersOfLayers(Adapter):
 
 
 class SameLetter(Adapter):
-    """Adapter for the layer pattern of Mamba models. All layers have the same letter."""
+    """Adapter for the layer pattern of Mamba models, whose layers all have the same letter."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"hybrid_layer_pattern": text(fields, "hybrid_layer_pattern") * whole(fields, "num_layers")}
@@ -288,7 +288,7 @@ class RotaryBaseOfAttention(Adapter):
 
 class LayersWithoutRotary(Adapter):
     """Adapter for the layers without rotary embedding in SmolLM3 and Llama 4. A config.json either lists these layers,
-    or selects every N-th layer."""
+    or states that every N-th layer has no rotary embedding."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"no_rope_freq": pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)}
@@ -371,4 +371,4 @@ ADAPTERS: Mapping[str, Adapter] = {
         HalvesOfWindows,
     )
 }
-"""Adapters by name. Family files refer to adapters by these names."""
+"""All adapters, keyed by the names that family files use."""

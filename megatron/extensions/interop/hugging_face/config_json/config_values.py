@@ -24,7 +24,7 @@ def whole(values: Values, key: str) -> int:
 
 
 def number(values: Values, key: str) -> float:
-    """Return the value of a key, which must be a number. Integers are returned as int, not as float."""
+    """Return the value of a key, which must be a number. An integer is returned as an int and not as a float."""
     value = values[key]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a number")

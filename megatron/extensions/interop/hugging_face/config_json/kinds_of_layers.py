@@ -98,7 +98,7 @@ class ConvolutionsAndWindows(Adapter):
 
     @staticmethod
     def _usual(layer: int) -> str:
-        """Return the default kind of a layer, for a config.json without layer_types."""
+        """Return the kind of a layer if config.json lacks the key layer_types."""
         if layer % 4 == 2:
             return FULL
         return LOCAL if layer and layer % 4 == 0 else CONVOLUTION

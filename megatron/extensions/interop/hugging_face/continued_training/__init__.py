@@ -1,2 +1,2 @@
-"""Continued training from a Hugging Face folder given by --load. The modules set the model flags, load the weights and
-apply changes to the rotary embeddings."""
+"""Continued training from the Hugging Face folder in --load. The modules set the model flags from config.json, load the
+weights, and apply changes to the rotary embeddings."""

@@ -16,7 +16,7 @@ from megatron.extensions.interop.hugging_face.layouts import VocabularyRows
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 
 ROWS = 256
-"""Number of embedding rows that are read at a time when their mean is computed."""
+"""Number of embedding rows that are read at a time to compute their mean."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
 
 
 def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
-    """Return the error message for a vocabulary that is smaller than the folder's vocabulary."""
+    """Return the error message for a run whose vocabulary is smaller than the folder's vocabulary."""
     return (
         f"--load {load} has a vocabulary of {theirs} tokens, but the run's has {ours}, so rows of trained tokens "
         f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"

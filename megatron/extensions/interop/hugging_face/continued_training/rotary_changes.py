@@ -35,8 +35,8 @@ ROTARY_FIELDS = (
 
 
 def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
-    """Return the configuration fields that must change if the run's flags select a different rotary scaling than the
-    folder.
+    """Return the configuration fields that must change because the run's flags select a different rotary scaling than
+    the folder's config.json.
 
     The folder's scaling is disabled, and the new scaling starts from the folder's original context length. `own`
     contains the run's fields. `given` contains the names of the fields that the user set.
@@ -56,9 +56,10 @@ def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given:
 def longest_sequence(
     model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Check whether the run's sequences are longer than the folder's config.json allows. Returns a dict with the new
-    max_position_embeddings, which is empty if no change is needed, and a list of problems. Longer sequences are a
-    problem if they exceed the size of a learned position embedding, or if no flag confirms that they are intended.
+    """Check whether the run's sequences are longer than the folder's config.json allows. Return a dict and a list of
+    problems. The dict contains the new max_position_embeddings, or is empty if no change is needed. Longer sequences
+    are a problem if they exceed the size of a learned position embedding, or if no flag confirms that they are
+    intended.
 
     Args:
         model: Model of the folder.
@@ -96,7 +97,7 @@ def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[
 
 
 def rotary_notices(model: TransformerConfig, own: Mapping[str, object], source: Path) -> Iterator[str]:
-    """Yield a notice that lists the flags that differ from config.json, with both values."""
+    """Yield a notice that lists the flags whose values differ from config.json, together with both values."""
     changed = changed_fields(model, own)
     before, after = model.max_position_embeddings, own["max_position_embeddings"]
     if before and isinstance(after, int) and after > before:
