@@ -88,7 +88,7 @@ def replicas_of(
     whole = not optimizer.config.use_distributed_optimizer
     states = (
         piece for piece in optimizer.sharded_state() if piece.own_shape is None
-    )  # states whose shape differs from the parameter's are not replicated
+    )  # a state that has another shape than its parameter is not replicated
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
     for label, values, meta, data_replicated in tensors:
         axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]
@@ -113,7 +113,8 @@ def bit_hash(x: Tensor) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """View the elements as integers [n] of the same size, so that NaNs can be compared."""
+    """Return the elements of `x` as a 1-D tensor of integers that have the same bits. In contrast to floating-point
+    numbers, NaNs with equal bits compare as equal."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(-1).view(integers[x.element_size()])
 

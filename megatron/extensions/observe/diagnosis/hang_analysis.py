@@ -25,7 +25,7 @@ KEPT = 2000
 """Number of collectives that torch's flight recorder keeps on each rank."""
 
 MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
-"""Exceptions that parsing raises for a value of an unexpected type."""
+"""Exceptions that are raised if a value that is being parsed has an unexpected type."""
 
 
 @dataclass(frozen=True)

@@ -115,13 +115,13 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
         loss_scale: Loss scale that the step used.
     """
     world = passes.runtime.state.world
-    passes.ddp.finish_grad_sync()  # reductions of the current gradients may be in progress
+    passes.ddp.finish_grad_sync()  # wait for gradient reductions that are in progress
     passes.ddp.finish_param_sync()
     bad = [piece.meta.name for piece in passes.ddp.sharded_params() if not _finite(piece.data)]
     bad += [p.meta.name for p in passes.ddp.params if has_storage(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather_objects(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
-    passes.ddp.begin_step(0)  # with 0 micro-batches, gradients are not reduced
+    passes.ddp.begin_step(0)  # 0 micro-batches: the backward passes do not start a reduction
     scaled, _ = passes.with_scale(step, batches, seed)
     first = None
     for where in (FORWARD, BACKWARD):

@@ -199,8 +199,8 @@ class SavedSamples:
         if not self.samples:
             raise ValueError(f"{folder} holds no samples: {SAMPLES}")
         self.order = np.stack(dealt, axis=1).ravel()
-        """Sample indices in the order of the run's micro-batches: first the samples of every replica's first
-        micro-batch, then those of every replica's second micro-batch, and so on."""
+        """Sample indices in the order of the run's micro-batches: first the samples of the first micro-batch of each
+        replica, then the samples of the second micro-batch of each replica, and so on."""
 
         self.fingerprint = str(folder)
 

@@ -1,4 +1,5 @@
-"""Adapter of lm-evaluation-harness for a model that is distributed over ranks: the model class and the tasks.
+"""Adapter between lm-evaluation-harness and a model that is distributed over ranks. It consists of the model class and
+the tasks.
 
 https://github.com/EleutherAI/lm-evaluation-harness; `pip install .[lm-eval]`.
 """
@@ -214,8 +215,8 @@ class Suite:
         self.groups.update(groups)
 
     def _cut(self, task: Task, tokenizer: Tokenizer, longest: int) -> int:
-        """Build the requests of a task, and return how many of them are truncated. If a request is invalid, its error
-        is raised."""
+        """Build the requests of a task, and return how many of them are truncated. Raises an error if a request cannot
+        be built or is invalid."""
         task.set_fewshot_seed(SEED)
         with _quietly():
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)

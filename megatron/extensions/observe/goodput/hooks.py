@@ -172,8 +172,8 @@ class Goodput(Callback, Meter):
         return max(0.0, time.perf_counter() - self._began - sum(own.values()))
 
     def _record_event(self) -> None:
-        """If --save is set, write a `goodput` event with the seconds of each part up to the last step to
-        `run_events.jsonl`."""
+        """Write a `goodput` event to `run_events.jsonl` if --save is set. The event contains the seconds that each part
+        of the wall time has taken up to the last step."""
         if not self._measures:
             return
         self._event_at = time.perf_counter()

@@ -108,9 +108,9 @@ class ModelSums(Callback, Meter):
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """Return this rank's contribution as a float64 tensor with two values: the sum of squares of its parameters,
-        and the number of zeros in its gradients. This method is called after the optimizer update. The sum is computed
-        from the main parameters, and the zeros are counted in the gradients after clipping.
+        """Return two values of this rank as a float64 tensor: the sum of squares of the parameters that this rank
+        counts, and the number of zeros in the gradients of these parameters. This method is called after the optimizer
+        update. The sum is computed from the main parameters, and the zeros are counted in the gradients after clipping.
         """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():

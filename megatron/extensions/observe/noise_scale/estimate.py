@@ -67,8 +67,9 @@ class Window:
         self.rows.extend((noise, signal) for noise, signal in rows if noise or signal)
 
     def estimate(self) -> Estimate | None:
-        """Return the noise scale, which is the ratio of the mean estimates, and its interval from a jackknife over
-        blocks of steps. Returns None if there are fewer than two steps or if the noise is too large for an estimate.
+        """Return the noise scale and its confidence interval. The noise scale is the mean estimate of tr(S), divided by
+        the mean estimate of |G|^2. The interval is computed with a jackknife over blocks of steps. Returns None if
+        there are fewer than two steps or if the noise is too large for an estimate.
         """
         rows = list(self.rows)
         count = min(BLOCKS, len(rows))

@@ -13,7 +13,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield estimates of the time and memory that audits cost, one line each."""
+    """Yield the lines of the plan section about audits. Each line contains an estimate of time or memory."""
     options = run.config.options(AuditFlags)
     interval = options.audit_interval
     every = f"every {interval} steps" if interval > 1 else "every step"

@@ -94,7 +94,7 @@ class Tape:
     @contextmanager
     def of_passes(self, run: TrainingRun, microbatches: int) -> Iterator[None]:
         """Record the passes of a step within the `with` block. Gradients are recorded only in the last micro-batch,
-        because the accumulated gradients are complete after it."""
+        because the accumulated gradients are complete after this micro-batch."""
         self._microbatches = microbatches
         with ExitStack() as stack:
             for name, module in modules_of(run):
@@ -113,8 +113,8 @@ class Tape:
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
         """Record tensors while a pipeline action runs. Nothing is recorded outside of actions. Reductions at the end of
-        a step are therefore not recorded; a rank and its peer could not compare them, because they hold different
-        shards."""
+        a step are therefore not recorded. The results of these reductions cannot be compared, because a rank and its
+        peer hold different shards of the gradients."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
         self._ends = action.microbatch == self._microbatches - 1
         try:

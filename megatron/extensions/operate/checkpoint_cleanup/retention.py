@@ -110,7 +110,7 @@ def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) ->
 
 
 def _payload(folder: PurePath) -> dict[str, object]:
-    """Read the metadata of a checkpoint; empty if it cannot be read."""
+    """Return the metadata of a checkpoint; an empty dict if the metadata cannot be read."""
     try:
         found = parse_json(storage_of(folder).read(folder / METADATA).decode())
     except (OSError, ValueError):

@@ -34,7 +34,8 @@ SIZES = 3
 """Number of world sizes to compare: the largest one that has a legal layout, and the next smaller ones."""
 
 LISTED = 200
-"""Maximum number of layouts that are validated for each world size until a legal one is found."""
+"""Maximum number of layouts that are validated for each world size. Validation ends earlier if a legal layout is
+found."""
 
 DEFAULT_DEVICE = "h100"
 

@@ -258,7 +258,7 @@ class Parents:
         self._answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
-        """Return the exit code of a parent that has ended permanently; None if no parent has."""
+        """Return the exit code of a parent that has ended permanently; None if there is no such parent."""
         return self._answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:

@@ -238,7 +238,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _download(stored: Stored, path: Path) -> None:
-    """Fetch a file in pieces, several of them in parallel."""
+    """Fetch a file in pieces. Several pieces are fetched in parallel."""
     with open(path, "wb") as file, ThreadPoolExecutor(4, "download") as pool:
         file.truncate(stored.size)
 

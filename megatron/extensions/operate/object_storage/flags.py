@@ -66,7 +66,7 @@ SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss",
 
 
 def is_remote(config: RunConfig) -> bool:
-    """Return True if a run saves to object storage, or loads a checkpoint or reads data from object storage."""
+    """Return True if a run uses object storage: to save or load checkpoints, or to read data."""
     return any(map(is_url, (config.checkpoint.save, config.checkpoint.load))) or reads_data(config)
 
 

@@ -102,7 +102,7 @@ class Limits:
             self.traffic.seconds += seconds
 
     def hold(self, nbytes: int) -> None:
-        """Update the number of bytes in memory that wait to be uploaded. `nbytes` is negative if the memory was
+        """Add `nbytes` to the number of bytes that uploads hold in memory. A negative value means that memory was
         released."""
         with self._lock:
             self._held += nbytes

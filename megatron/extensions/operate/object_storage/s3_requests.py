@@ -186,7 +186,7 @@ class Parts(io.RawIOBase):
         self._drop()
 
     def _drop(self) -> None:
-        """Free the buffer of data that is not yet part of an upload."""
+        """Free the buffer with the data that no upload request contains yet."""
         LIMITS.hold(-len(self._next))
         self._next.clear()
 
@@ -200,7 +200,8 @@ class Parts(io.RawIOBase):
             self._tags.append(self._under_way.popleft().result())
 
         def completed(attempt: int) -> None:
-            # if a retry finds the right size, the first request has completed the upload, and its response was lost
+            # if the object already has the right size, an earlier attempt has completed the upload, and its response
+            # was lost
             if not attempt or self._size() != self._sent:
                 self._s3.complete(self._path, self._upload, self._tags)
 

@@ -142,7 +142,7 @@ def _started(folder: Path, keep: float) -> Address:
     if process.stdout.readline() != "ready\n":
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()
-    process.returncode = 0  # prevents Popen's warning about a running child; the holder outlives this process
+    process.returncode = 0  # prevents Popen's warning that the holder still runs; it outlives this process
     return address_in(folder)
 
 
@@ -290,8 +290,8 @@ def reached(holder: Address) -> Link:
 
 
 def opened(folder: Path, keep: float) -> tuple[Address, Link]:
-    """Return the address of this host's holder process, and a connection to it. Starts a holder if none answers. While
-    the connection is open, this process is registered as a rank. Raises OSError."""
+    """Return the address of this host's holder process, and a connection to this process. If no holder answers, start a
+    new one first. While the connection is open, this process is registered as a rank. Raises OSError."""
     for _ in range(2):
         with suppress(OSError):  # retry if the holder ended before the connection was opened
             return (found := open_holder(folder, keep)), leased(found)

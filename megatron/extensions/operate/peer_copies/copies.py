@@ -52,8 +52,8 @@ MOST_PASSED_OVER = 31
 
 
 class Backoff:
-    """Rule that skips some copies after failed ones, so that a permanent fault does not slow down every step. All ranks
-    count the same failures, and therefore skip the same copies."""
+    """Rule that skips some copies after failed copies, so that a permanent fault does not slow down every step. All
+    ranks count the same failures, and therefore skip the same copies."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -225,7 +225,7 @@ class Copies:
             self._store.set(f"copied-by/{self.place.rank}", str(self._number))
             self._store.add(f"copied/{self._number}", 1)
         except Exception as error:
-            with suppress(RuntimeError):  # the store has ended together with the run
+            with suppress(RuntimeError):  # ignored: the store no longer exists if the run has ended
                 why = problem or f"{self.place.own}: {type(error).__name__}: {error}"
                 self._store.set(f"failed/{self._number}", why)
         with suppress(RuntimeError):

@@ -196,16 +196,16 @@ class Connection(socketserver.StreamRequestHandler):
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:
-        """Answer with the bytes [start, start + length) of a part of the training state. Before the bytes, send a line
-        that contains their number."""
+        """Answer with the bytes [start, start + length) of a part of the training state. First, send a line that
+        contains the number of bytes."""
         start, length = int(request["start"]), int(request["length"])
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
 
     def do_header(self, request: Mapping[str, Any]) -> None:
-        """Answer with the header of a part of the training state. Before the header, send a line that contains its
-        length."""
+        """Answer with the header of a part of the training state. First, send a line that contains the length of the
+        header."""
         content = header_of(self.server.path(request)).read_bytes()
         self._answer(length=len(content))
         self.wfile.write(content)

@@ -404,7 +404,8 @@ class PeerCopies(Callback):
             self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
-        """Wait for copies in progress. Raises LateRanksError if they take longer than --distributed-timeout-minutes."""
+        """Wait for copies in progress. Raises LateRanksError if copies take longer than
+        --distributed-timeout-minutes."""
         if self._copies is None or self._run is None:
             return
         if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):

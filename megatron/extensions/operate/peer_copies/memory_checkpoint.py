@@ -65,8 +65,9 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 
 class Readers:
-    """Reader of copies in the memory of this host, and of other hosts through connections to their holder processes.
-    Connections stay open until `close` is called. `idle` contains the hosts on which no rank runs."""
+    """Reader of copies in the memory of hosts. Copies on other hosts are read through connections to the holder
+    processes of these hosts. Connections stay open until `close` is called. `idle` contains the hosts on which no rank
+    runs."""
 
     def __init__(
         self, folder: Path, own: str, holders: Mapping[str, Address], idle: Collection[str] = frozenset()

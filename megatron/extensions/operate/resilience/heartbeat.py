@@ -322,7 +322,7 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # an earlier message was sent to an address where no process listens
+                continue  # the error belongs to an earlier message, whose receiver does not exist
             if not self.token:
                 continue  # messages cannot be verified before the token is known
             try:

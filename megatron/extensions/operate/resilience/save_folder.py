@@ -1,5 +1,5 @@
-"""Checks of the --save folder: that all ranks see the same folder, and whether it contains trigger files that stop the
-run or request a checkpoint.
+"""Checks of the --save folder. Before training, verify that all ranks see the same folder. During training, look for
+trigger files that stop the run or request a checkpoint.
 
 Every rank writes files of a checkpoint, so hosts with separate disks cannot save a complete checkpoint. Without this
 check before training, a run on hosts with separate disks would train until its first save and then fail.

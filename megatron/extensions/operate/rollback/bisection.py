@@ -19,8 +19,8 @@ EARLIER = 100
 """Number of earlier loss records that the loss of a step is compared with."""
 
 FEWEST = 5
-"""Minimum number of earlier loss records that a step is compared with. Steps with fewer earlier records are not
-considered as spikes."""
+"""Minimum number of earlier loss records that a step is compared with. A step with fewer earlier records is never
+considered a spike."""
 
 GONE = 0.5
 """A change is considered to remove a spike if the loss increases by less than this fraction of the original

@@ -41,7 +41,8 @@ class MeasuredStep:
     """Global ranks of the pipeline, in stage order."""
 
     timeline: list[list[Timed]]
-    """Compute actions of each pipeline rank. An action starts when its message arrives."""
+    """Forward and backward actions, one list per pipeline rank. The start of an action is the time at which its message
+    arrives."""
 
     @property
     def start(self) -> float:

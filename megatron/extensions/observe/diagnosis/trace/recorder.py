@@ -153,8 +153,9 @@ AXES_OF_MODULES = {
     ".distributed.": DATA_AXES,
     ".optimizer.": DATA_AXES,
 }
-"""Maps a part of a Python module's name to the mesh axes over which such modules communicate. If several axes consist
-of the same ranks, the name of the module that calls a collective determines the axis of the collective."""
+"""Maps a part of a module name to mesh axes. Python modules whose name contains this part communicate over these axes.
+If several axes consist of the same ranks, the name of the module that calls a collective determines the axis of the
+collective."""
 
 PURPOSES = {
     "start_grad_sync": "gradient reduction",
@@ -188,7 +189,8 @@ class CollectiveTaps:
         taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
         with replaced(
             *((dist, name, tap) for name, tap in taps.items()),
-            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp accepts only functions of this module
+            # P2POp compares its operation with isend and irecv of distributed_c10d, so replace these functions as well
+            *((distributed_c10d, name, taps[name]) for name in MESSAGES),
             (dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
@@ -220,7 +222,7 @@ class CollectiveTaps:
             start = time.perf_counter_ns()
             works = function(operations)
             span = Span(self.recorder.track(), name, "communication", start, start, facts)
-            for work in works:  # NCCL uses one work object for all messages
+            for work in works:  # NCCL returns one work object for all messages
                 self._launched.setdefault(id(work), (work, span))
             return works
 
@@ -264,7 +266,7 @@ class CollectiveTaps:
 
 def axis_of(axes: Sequence[str], module: str) -> str:
     """Return the name of the mesh axis of a collective. `axes` contains the axes that use the collective's process
-    group, and the module that called the collective determines which of them is returned. If autograd called the
+    group, and the module that called the collective determines which of these axes is returned. If autograd called the
     collective, this module is unknown. The name then consists of all `axes` that a layer may use, such as "cp/ep".
     """
     for part, preferred in AXES_OF_MODULES.items():

@@ -46,7 +46,7 @@ from megatron.training.run import TrainingRun
 
 ROUND_TRIPS = 24
 MALFORMED = (IndexError, KeyError, RecursionError, TypeError, ValueError, zlib.error)
-"""Exceptions that reading a dump with unexpected bytes or types raises."""
+"""Exceptions that are raised if a dump contains unexpected bytes or types."""
 
 Clock = Callable[[], int]
 
@@ -235,8 +235,8 @@ class Tracer(Callback):
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """Record a part of a step, or work between steps. The part `data`, which is the first part of a step, also
-        starts the span of the whole step."""
+        """Record a span for a part of a step, or for work between steps. The part `data`, which is the first part of a
+        step, also starts the span of the whole step."""
         assert self._recorder is not None
         if part == "data" and self._step is None:
             self._iteration = self._progress.iteration + 1
