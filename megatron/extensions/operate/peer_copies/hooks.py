@@ -249,8 +249,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
-        """Return the set `found` without damaged copies. The ranks of a host verify the copies on this host.
-        Collective."""
+        """Return the set `found` without damaged copies. The ranks of a host verify its copies. Collective."""
         own = host_name()
         ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
         here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
@@ -258,8 +257,7 @@ class PeerCopies(Callback):
         return found.without([copy for each in gather_objects(mine, world) for copy in each])
 
     def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
-        """Return the copies that this run made after an iteration, as a checkpoint; None if they no longer exist.
-        Collective."""
+        """Return this run's copies of an iteration as a checkpoint; None if the copies no longer exist. Collective."""
         run = self._run
         assert run is not None
         self._await_copies()
@@ -404,8 +402,7 @@ class PeerCopies(Callback):
             self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
-        """Wait for copies in progress. Raises LateRanksError if copies take longer than
-        --distributed-timeout-minutes."""
+        """Wait for copies in progress. Raises LateRanksError after --distributed-timeout-minutes."""
         if self._copies is None or self._run is None:
             return
         if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
