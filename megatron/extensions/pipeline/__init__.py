@@ -1,1 +1,1 @@
-"""Pipeline schedules, and the division of layers among stages."""
+"""Pipeline schedules, and the division of layers among pipeline stages."""

@@ -325,14 +325,14 @@ class Scalars(NamedTuple):
 
     skip: Tensor
     correction1: Tensor
-    """Bias correction 1 - beta1 ** number. The correction is computed once per update, because a kernel would compute
-    it in float64 for each element."""
+    """Bias correction 1 - beta1 ** number. It is computed once per update, because a kernel would compute the power in
+    float64 for each element."""
 
     correction2: Tensor
 
 
 def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
-    """Return the main parameters of a part in fp32 or in the main dtype."""
+    """Return the main parameters of a range of elements, in fp32 or in the main dtype."""
     if kind == "aliased":
         return part.params
     if kind == "remainders":
@@ -356,14 +356,14 @@ class PrecisionAwareAdam(FusedTransform):
 
 
 def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
-    """Return the description of a moment that is stored in the format `number`. If `number` is fp32, the main dtype is
-    used."""
+    """Return the `State` of a moment that is stored in the format `number`. If `number` is fp32, the moment has the
+    main dtype."""
     dtype = None if number.dtype == torch.float32 else str(number.dtype).removeprefix("torch.")
     return elements(name, meta, dtype, SCALE_BLOCK if number.scaled else 0)
 
 
 def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """Build the transforms of --optimizer adam under --use-precision-aware-optimizer."""
+    """Return the transforms of --optimizer adam under --use-precision-aware-optimizer."""
     return [PrecisionAwareAdam(config)]
 
 
@@ -394,7 +394,7 @@ class PackedKernel(ShardUpdate):
 
 
 def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:
-    """Update one part with Adam, in place."""
+    """Update a range of elements with Adam, in place."""
     kind, skipped = shard.kind, scalars.skip > 0
     before = read_main(kind, part, shard.main)
     lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])
@@ -430,7 +430,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
 def _leading_bits(x: Tensor) -> Tensor:
     """Return sign, exponent and 16 mantissa bits as int32.
 
-    The number is rounded to nearest, so that a different summation order rarely changes the result.
+    x is rounded to nearest, so that a different summation order of gradients rarely changes the result.
     """
     return (x.float().view(torch.int32) + 0x40) >> 7
 

@@ -1,8 +1,8 @@
 """QK-clip (MuonClip): after an update, scale down the query and key projections of each head whose largest attention
 logit exceeds a threshold.
 
-Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is taken over all samples of a
-step, across micro-batches, data- and context-parallel ranks. If the largest logit S of a head exceeds the threshold
+The algorithm is algorithm 1 of Kimi K2 (arXiv 2507.20534, section 2.1). The largest logit of a head is the maximum over
+all samples of a step, on all data- and context-parallel ranks. If the largest logit S of a head exceeds the threshold
 tau, the factor tau / S is divided between the head's queries and keys.
 """
 
@@ -27,8 +27,8 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """QK-clip on one rank. The class reads the largest logits of the rank's attention layers, and scales the rank's
-    shard of the parameters."""
+    """QK-clip on one rank. This class reads the largest logits of the rank's attention layers, and scales the rank's
+    shard of the main parameters."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class QKClip:
         self.alpha = options.qk_clip_alpha
         self.shards = shards
         self.data = state.dp_cp
-        """Axis of the ranks that hold the same attention heads but process different tokens."""
+        """Ranks that compute the same attention heads for different tokens."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
         self.layers: list[AttentionWithRows] = [
             layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)
@@ -50,8 +50,8 @@ class QKClip:
         self.logits = [LargestLogits(layer.core) for layer in self.layers]
 
     def largest(self) -> list[Tensor]:
-        """Return each layer's largest logits [heads/tp] over all samples since the last call. Collective over
-        `data`."""
+        """Return the largest logits [heads/tp] of each layer over all samples since the last call. This method is a
+        collective over `data`."""
         if not self.logits:
             return []
         joined = all_reduce_(torch.cat([logits.values for logits in self.logits]), self.data, dist.ReduceOp.MAX)
@@ -60,8 +60,8 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Scale the query and key projections by their QK-clip factors, in this rank's shard of the main parameters.
-        Does nothing if `skip` is 1."""
+        """Multiply the query and key projections in this rank's shard of the main parameters by their QK-clip factors.
+        If `skip` is 1, all factors are 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)
@@ -79,7 +79,7 @@ class QKClip:
 
 
 class ClipsLogits(Callback):
-    """Callback that adds QK-clip to the updates of a run."""
+    """Callback that applies QK-clip after each update of a run."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         shards = [shard for shard in run.optimizer.shards if isinstance(shard, OptimizerShard)]
@@ -89,12 +89,12 @@ class ClipsLogits(Callback):
 
 
 def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
-    """Return factors [groups/tp, rows] for the rows of a projection. `eta` [heads/tp] contains, for each head, the
-    factor (at most 1) that reduces its largest logit to the threshold. Together, the factors of queries and keys
-    multiply the logits of a head by its eta or less.
+    """Return factors [groups/tp, rows] for the rows of a projection. `eta` [heads/tp] contains a factor for each head,
+    at most 1, which would reduce the largest logit of the head to the threshold. The product of the returned query and
+    key factors is at most the eta of the head.
 
-    Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta
-    among these heads. A key that all heads share is not scaled, so its queries are multiplied by eta.
+    Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta of
+    the group. A key that all heads share is not scaled; in this case, the queries are multiplied by eta.
     """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
     powers = {
@@ -107,7 +107,7 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
 
 
 def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
-    """Return one QK-clip factor per element, for the elements [start, stop) of a parameter's flattened local tensor.
+    """Return one QK-clip factor per element, for the elements [start, stop) of this rank's flattened parameter.
 
     Args:
         of_rows: Factor of each row of the parameter, [groups, rows].

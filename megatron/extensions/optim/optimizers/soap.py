@@ -5,16 +5,16 @@ Shampoo's factors L and R are moving averages of products of the gradient G [m, 
     L <- beta L + (1 - beta) G G^T   [m, m]
     R <- beta R + (1 - beta) G^T G   [n, n]
 
-The update is Q_L Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are the eigenvectors of L and R, which were
-computed in previous steps. Every --soap-precondition-frequency steps, the bases are updated with a step of power
+The update is Q_L Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are approximate eigenvectors of L and R, which
+were computed in previous steps. Every --soap-precondition-frequency steps, the bases are updated with a step of power
 iteration and a QR decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
-initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
-rounding noise out of the update, so that updates agree between layouts. At first, the gradients of a non-square matrix
-do not span all directions. In the authors' program, the basis vectors of the other directions are rounding noise. This
-implementation keeps their previous basis vectors, which initially are unit vectors. Eigenvectors whose eigenvalues are
-just above the noise still differ between layouts.
+initializes L and R. Weight decay is applied to the updated parameter. There is one difference from the authors'
+program. In the first steps, the gradients of a non-square matrix do not span all directions. In the authors' program,
+the basis vectors of the remaining directions then consist of rounding errors. This implementation instead derives these
+basis vectors from the previous basis vectors, which initially are unit vectors. As a result, updates under different
+parallel layouts agree, except for eigenvectors whose eigenvalues are only slightly larger than the rounding errors.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ from megatron.extensions.optim.optimizers.flags import SoapFlags
 SIDES = ("left", "right")
 
 NOISE = 4.0
-"""Threshold for noise, as a multiple of the largest eigenvalue's rounding error. Smaller eigenvalues are treated as
-noise."""
+"""Factor in the threshold below which eigenvalues are treated as rounding errors; see `noise_of`."""
 
 
 def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """Build --optimizer soap for the matrices of hidden layers."""
+    """Return the transforms of --optimizer soap for a matrix of a hidden layer."""
     return [Soap(config)]
 
 
@@ -60,7 +59,8 @@ class Soap(Transform):
         self.shampoo_beta = config.adam_beta2 if given is None else given
 
     def sides(self, meta: ParamMeta) -> Iterator[tuple[str, int]]:
-        """Yield (side, length) for each side of a matrix, "left" or "right", that has a factor."""
+        """Yield (side, size) for each Shampoo factor of a matrix: "left" for L, and "right" for R. A side that is
+        longer than --soap-max-precondition-dim has no factor."""
         for side, size in zip(SIDES, matrix_size(meta), strict=True):
             if size <= self.options.soap_max_precondition_dim:
                 yield side, size
@@ -73,8 +73,8 @@ class Soap(Transform):
 
     def flops(self, meta: ParamMeta) -> int:
         """Return the FLOPs of the matrix products in an update: for the factors, for two changes of basis, and for the
-        power iteration. A power iteration and the two changes of basis that it requires do not run in every update.
-        Their FLOPs are divided by the number of updates between power iterations."""
+        power iteration. The power iteration, which includes two further changes of basis, does not run in every update.
+        Its FLOPs are divided by the number of updates between power iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
@@ -82,8 +82,8 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of earlier updates of this parameter. This is also the number of Adam updates including this one,
-        because the first update only initializes the factors."""
+        """Number of previous updates of this parameter. It equals the number of Adam updates, including the current
+        update, because the first update only initializes the factors."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)
@@ -97,16 +97,16 @@ class Soap(Transform):
         x.update = step - x.lr * x.weight_decay * (x.param + step)
 
     def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
-        """Update the factors of a matrix [m, n], and return the direction of its update, without Adam's bias
-        corrections.
+        """Return the direction of a matrix update, without Adam's bias corrections, and update the factors of the
+        matrix.
 
         The gradient is added to the factors only after the direction is computed. The basis into which a gradient is
         rotated therefore does not depend on this gradient.
 
         Args:
-            matrix: Gradient [m, n].
+            matrix: [m, n], gradient of the matrix.
             states: Optimizer states of the matrix, updated in place.
-            done: Number of updates before this one.
+            done: Number of previous updates.
             eps: Adam's epsilon.
         """
         basis = [states.get(f"{side}_basis") for side in SIDES]
@@ -130,8 +130,8 @@ class Soap(Transform):
 
 
 def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
-    """Rotate a matrix X: return Q_L^T X Q_R. If `back` is True, return the inverse rotation Q_L X Q_R^T. If `basis` is
-    None on one side, X is rotated only on the other side."""
+    """Rotate a matrix X: return Q_L^T X Q_R. If `back` is True, return the inverse rotation Q_L X Q_R^T. If one of the
+    two matrices in `basis` is None, X is not rotated on this side."""
     left, right = (None if each is None else each.mT if back else each for each in basis)
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
@@ -140,8 +140,8 @@ def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -
 def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
     """Take one step of power iteration for each factor.
 
-    The average of gradients is rotated into the new bases. The average of squared gradients cannot be rotated, so only
-    its entries are reordered with the directions.
+    The average of gradients is rotated to the new bases. The average of squared gradients cannot be rotated; its
+    entries are only reordered in the same way as the basis vectors.
     """
     average = rotate(states["rotated_avg"], basis, back=True)
     for dim, side in enumerate(SIDES):
@@ -156,10 +156,10 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 
 
 def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a new orthonormal basis of a factor, and the order of directions in this basis. `power` is the factor
-    times its old basis. The columns of `power` may be linearly dependent up to rounding errors. Dependent directions
-    come last and are derived from the old basis. From the first dependent direction on, a QR decomposition would
-    compute only rounding errors.
+    """Return a new orthonormal basis of a factor, and the order of the old basis vectors in the new basis. `power` is
+    the product of the factor and the `old` basis. The columns of `power` may be linearly dependent up to rounding
+    errors. From the first dependent column on, a QR decomposition would compute only rounding errors. Dependent columns
+    are therefore moved to the end, and replaced with vectors that are derived from the old basis.
     """
     values = (old * power).sum(0)
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)
@@ -178,12 +178,13 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     """Find the columns that are linearly independent of all independent columns before them.
 
-    A single QR decomposition identifies only the first dependent column reliably. That column adds to the basis a
-    direction that consists of rounding errors, and later columns are then compared with this wrong basis.
+    A single QR decomposition identifies only the first dependent column reliably. For this column, the decomposition
+    adds a direction of rounding errors to the basis, and compares later columns with this wrong basis.
 
     Args:
         columns: Vectors [n, count].
-        noise: Largest distance from the span of earlier independent columns at which a column counts as dependent.
+        noise: A column is considered dependent if its distance from the span of the previous independent columns is at
+            most this number.
 
     Returns:
         An orthonormal basis [n, found] of the independent columns, and the indices [found] of these columns.
@@ -205,7 +206,7 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
 
 
 def eigenbasis(factor: Tensor) -> Tensor:
-    """Return the eigenvectors of a factor as columns, the largest eigenvalue first.
+    """Return the eigenvectors of a factor as columns, in descending order of the eigenvalues.
 
     LAPACK computes the eigenvectors in fp64, because it may not converge in fp32.
     """
@@ -219,7 +220,7 @@ def eigenbasis(factor: Tensor) -> Tensor:
 
 
 def noise_of(sizes: Tensor) -> Tensor:
-    """Return the magnitude below which values are rounding errors of the largest value."""
+    """Return the threshold below which values are considered rounding errors of the largest value."""
     return NOISE * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 
@@ -227,10 +228,10 @@ def completed(basis: Tensor, others: Tensor) -> Tensor:
     """Complete the orthonormal columns of `basis` [n, count] to a basis of all n dimensions. The new columns are
     derived from the orthonormal columns of `others` [n, n].
 
-    Candidates are first the last n - count columns of `others`, and then the remaining columns of `others`. A candidate
-    is skipped if its distance from the span of the previous columns is less than 1 / (2 sqrt n), because its direction
-    would be mostly rounding error. There are always enough candidates, because the squared distances of n orthonormal
-    vectors from a span sum to the number of dimensions that the span lacks.
+    The first candidates for new columns are the last n - count columns of `others`, followed by the other columns of
+    `others`. A candidate is skipped if its distance from the span of the previous columns is at most 1 / (2 sqrt n),
+    because the resulting direction would consist mostly of rounding errors. There are always enough candidates: the
+    squared distances of n orthonormal vectors from a span add up to the number of missing dimensions.
     """
     size, count = basis.shape
     candidates = torch.cat((basis, others[:, count:], others[:, :count]), dim=1)

@@ -1,8 +1,6 @@
-"""Decayed branches. A branch is a run that continues from another run's checkpoint and decays the learning rate until
-it ends.
-
-Apart from this, a branch is an ordinary run. Its schedule has two pieces: the first piece holds the checkpoint's
-learning rate, and the second piece decays it.
+"""Decayed branches. A branch is a run that starts from a checkpoint of another run and decays the learning rate. In all
+other respects, a branch is an ordinary run. The schedule of a branch keeps the learning rate of the checkpoint until
+the start of the branch, and then decays it.
 """
 
 from __future__ import annotations
@@ -27,16 +25,14 @@ FIELDS = (
 
 
 def with_branch(config: RunConfig) -> RunConfig:
-    """Return the configuration of a branch. The branch loads its own latest checkpoint or, if it has none yet, the
-    checkpoint --branch-from.
-
-    Raises StandInError.
+    """Return the configuration of a branch. The branch loads its latest checkpoint in --save. If there is none yet, the
+    branch loads the checkpoint --branch-from. Raises StandInError if the branch cannot start.
     """
     options, save = config.options(BranchFlags), config.checkpoint.save
     if options.branch_from is None:
         return config
     if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
-        return _with_any_length(config, options)  # the configuration rules for branches report the error
+        return _with_any_length(config, options)  # the flag rules of branches report the error
     try:
         own = _saved(save)
         load = options.branch_from if own is None else save
@@ -49,20 +45,20 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
     """Set an arbitrary schedule length for a branch that cannot start. Without a length, other rules would report a
-    second error that has the same cause."""
+    second error with the same cause."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 
 
 def _saved(save: str) -> dict[str, Any] | None:
-    """Return the contents of the branch's latest checkpoint, without loading tensors."""
+    """Return the metadata of the branch's latest checkpoint in `save`; None if there is no checkpoint."""
     root = located(save)
     return saved_metadata(root) if candidates(root).folders else None
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the length and learning rate schedule with which a branch resumes from its own checkpoint. Raises
-    ValueError if the flags differ from the flags with which the branch started."""
+    """Return the values of `FIELDS` with which a branch resumes from its own checkpoint. Raises ValueError if the
+    branch flags differ from the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
@@ -83,10 +79,9 @@ def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[s
 
 
 def _is_origin(origin: dict[str, Any], given: str) -> bool:
-    """Return True if --branch-from is the checkpoint from which a branch started, or is the folder of the run that
-    saved this checkpoint.
-
-    If the checkpoint was moved, it is recognized by its iteration and its number of consumed samples.
+    """Return True if `given`, the value of --branch-from, is the checkpoint from which a branch started, or the folder
+    of the run that saved this checkpoint. A checkpoint that was moved is recognized by its iteration number and its
+    number of consumed samples.
     """
     was, now = located(str(origin["from"])), located(given)
     if resolved(now) in (resolved(was), resolved(was).parent):
@@ -100,7 +95,8 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Return the length and learning rate schedule of a new branch, which has no checkpoint of its own yet."""
+    """Return the values of `FIELDS` for a new branch, which has not saved a checkpoint yet. Raises ValueError if the
+    branch cannot start from --branch-from."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))
@@ -116,8 +112,8 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
 
 
 def _samples(config: RunConfig, tokens: int) -> int:
-    """Convert a number of tokens to a number of samples. If the batch size is known, the result is rounded up to whole
-    steps."""
+    """Convert a number of tokens to a number of samples. If the batch size is known, the result is rounded up to a
+    multiple of the batch size."""
     samples, size = -(-tokens // max(1, config.model.seq_length)), config.training.global_batch_size
     return samples if not size or size < 0 else -(-samples // size) * size
 
@@ -129,7 +125,7 @@ def _of_branch(config: RunConfig, train_samples: int, schedule: str | None) -> d
 
 
 def _rate(metadata: dict[str, Any]) -> float:
-    """Return the learning rate that the original run uses for its first update after the checkpoint."""
+    """Return the learning rate that the original run uses for the first update after the checkpoint."""
     config, consumed = config_of_sections(metadata["config"]), int(metadata["consumed_samples"])
     plan = plan_of(config)
     phase = plan.at(consumed)
@@ -138,7 +134,7 @@ def _rate(metadata: dict[str, Any]) -> float:
 
 
 class BranchOrigin(Callback):
-    """Callback that records, in the branch's checkpoints, the checkpoint from which the branch started."""
+    """Callback that records in each checkpoint of a branch from which checkpoint the branch started."""
 
     to_continue = "start another branch with a larger --decay-tokens and a different --save"
 
@@ -146,7 +142,7 @@ class BranchOrigin(Callback):
         super().__init__(config)
         self.origin: dict[str, object] = {}
         self.before: object = None
-        """State of this callback that the loaded checkpoint contains; None if no state was loaded."""
+        """State of this callback in the loaded checkpoint; None if the checkpoint contains no such state."""
 
     def on_start(self, run: RunView) -> None:
         folder = located(run.progress.loaded_from or "")

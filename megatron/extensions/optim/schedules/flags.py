@@ -1,4 +1,5 @@
-"""Flags and rules of piecewise schedules and branches. This module does not import torch."""
+"""Registers piecewise schedules and branches, and defines their flags and flag rules. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ STYLE = "pieces"
 """Value of --lr-decay-style that selects a piecewise schedule."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
-"""Values of --lr-decay-style that --lr-schedule may replace: the default, and the style of training phases without
-their own learning rate."""
+"""Values of --lr-decay-style that can be combined with --lr-schedule, which replaces them: the default, the style of
+training phases without a separate learning rate, and "pieces"."""
 
 NOT_ROUNDED = 0.01
-"""Largest fraction of a schedule that may remain without a piece before a warning is printed. This tolerance allows for
-the rounding of lengths."""
+"""Tolerance for the rounding of lengths. A warning is printed if more than this fraction of a schedule is not covered
+by pieces."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-"""Configuration fields for the warm-up. These fields must not be set with --lr-schedule, because a piecewise schedule
-contains its own warm-up."""
+"""Configuration fields for the warm-up. They must not be set together with --lr-schedule, because the warm-up is a
+piece of the schedule."""
 
 
 def reads(config: RunConfig) -> RunConfig:
-    """Read --lr-schedule-file, and return a configuration that has the file's text as --lr-schedule. Raises
-    ValueError."""
+    """Read --lr-schedule-file, and return a configuration with the pieces in the file as --lr-schedule. Raises
+    ValueError if the file is not valid, or if --lr-schedule is different."""
     options = config.options(ScheduleFlags)
     if options.lr_schedule_file is None:
         return config
@@ -52,15 +53,15 @@ def reads(config: RunConfig) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration in the form that the optimizer uses: piecewise learning rate style, and schedule lengths
-    in samples."""
+    """Return the configuration in the form that the optimizer uses: --lr-decay-style is `STYLE`, and the lengths in
+    --lr-schedule are in samples."""
     options, optimizer = config.options(ScheduleFlags), config.optimizer
     if options.lr_schedule is None or optimizer.lr_decay_style not in REPLACED:
         return config
     try:
         text = without_tokens(options.lr_schedule, max(1, config.model.seq_length))
     except ValueError:
-        return config  # the validation rules report the error
+        return config  # the flag rules report the error
     config = replace(config, optimizer=replace(optimizer, lr_decay_style=STYLE))
     return config.with_options(ScheduleFlags(lr_schedule=text))
 
@@ -72,7 +73,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if optimizer.lr_decay_style == STYLE:
             yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
         return
-    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # as the user wrote it, with lengths in tokens
+    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # the user's text, with lengths possibly in tokens
     if optimizer.lr_decay_style not in REPLACED:
         yield Problem.exclusive(name, text, f"--lr-decay-style {optimizer.lr_decay_style}")
     for field in OTHERS:
@@ -109,7 +110,7 @@ class ScheduleFlags:
 
 
 def _length(config: RunConfig) -> int | None:
-    """Return the schedule's length in samples; None if the data alone determines the length."""
+    """Return the length of the schedule in samples; None if the size of the dataset determines the length."""
     optimizer, training = config.optimizer, config.training
     iterations, samples = optimizer.lr_decay_iters or training.train_iters, samples_of_run(config)
     if training.train_iters is not None and iterations is not None:
@@ -118,7 +119,7 @@ def _length(config: RunConfig) -> int | None:
 
 
 def is_source(save: str, source: str) -> bool:
-    """Return True if --save is the folder of --branch-from."""
+    """Return True if `save` is `source`, or the folder that contains the checkpoint `source`."""
     return resolved(located(save)) in (resolved(located(source)), resolved(located(source)).parent)
 
 

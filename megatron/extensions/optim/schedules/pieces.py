@@ -1,8 +1,8 @@
 """Piecewise learning rate schedules. Each piece has a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This
 module does not import torch.
 
-Lengths are in samples, tokens or percent of the schedule, so a schedule keeps its meaning under a batch-size ramp-up
-and after a resume. Learning rates are given as multiples of the peak learning rate, --lr.
+Lengths are in samples, in tokens, or in percent of the schedule. A schedule therefore does not depend on batch size
+ramp-ups or on resumes. Learning rates are multiples of the peak learning rate, --lr.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""Decay functions, keyed by shape name. The argument is the fraction of the piece that has elapsed, and the result is
-the fraction of the rate change that remains. The shape 1-sqrt comes from arXiv 2405.18392."""
+"""Decay functions, keyed by the name of the shape. The argument of a function is the elapsed fraction of the piece, and
+the result is the remaining fraction of the change in learning rate. The shape 1-sqrt comes from arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"
@@ -43,14 +43,14 @@ class Length:
         return self.unit if self.unit == REST else f"{_text(self.amount)}{' ' if self.unit != '%' else ''}{self.unit}"
 
     def in_samples(self, total: float) -> float:
-        """Return the length in samples, in a schedule of `total` samples. Token counts must be converted first, with
-        `without_tokens`."""
+        """Convert the length to samples, for a schedule of `total` samples. Lengths in tokens must be converted by
+        `without_tokens` first."""
         assert self.unit in ("%", "samples"), self.unit
         return self.amount if self.unit == "samples" else self.amount / 100 * total
 
 
 def _text(value: float) -> str:
-    """Return the shortest text that parses to the same number."""
+    """Format a number. Whole numbers have no decimal point."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
@@ -61,16 +61,16 @@ class Piece:
     shape: str
     length: Length
     to: float | None = None
-    """Learning rate at the end of the piece, as a factor of the peak. If None, a warm-up ends at the peak, and a decay
-    ends at --min-lr."""
+    """Learning rate at the end of the piece, as a multiple of the peak learning rate. If it is None, a warm-up ends at
+    the peak, and a decay ends at --min-lr."""
 
     exponent: float | None = None
-    """For `power`: exponent e of the power law, in which the learning rate is proportional to n^e after n consumed
-    samples."""
+    """Exponent e of the shape "power", whose learning rate is proportional to n^e after n consumed samples; None for
+    other shapes."""
 
     after: Length | None = None
-    """For `power`: number of samples from the start of the run to the start of the power law. Until then, the learning
-    rate is constant. If None, the power law starts at the beginning of this schedule piece."""
+    """For the shape "power", the length of training after which the power law begins. Before this point, the learning
+    rate is constant. If `after` is None, the power law begins at the start of the piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]
@@ -81,7 +81,8 @@ class Piece:
 
 @lru_cache(maxsize=64)
 def parse(text: str) -> tuple[Piece, ...]:
-    """Parse pieces that are separated by commas or line ends; `#` begins a comment. Raises ValueError."""
+    """Parse the pieces of a schedule, which are separated by commas or line ends. A # starts a comment. Raises
+    ValueError if the text is not a valid schedule."""
     lines = [line.partition("#")[0] for line in text.splitlines()]
     pieces = tuple(_piece(" ".join(each.split())) for line in lines for each in line.split(",") if each.strip())
     if not pieces:
@@ -147,8 +148,8 @@ def _check(text: str, piece: Piece) -> None:
 
 
 def without_tokens(text: str, seq_length: int) -> str:
-    """Convert all token counts in a schedule's text to numbers of samples, where each sample has `seq_length` tokens.
-    Raises ValueError in the same cases as `parse`."""
+    """Convert all lengths in tokens to lengths in samples in the text of a schedule. Each sample has `seq_length`
+    tokens. Raises ValueError in the same cases as `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
@@ -161,8 +162,8 @@ def without_tokens(text: str, seq_length: int) -> str:
 
 
 def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
-    """Return the number of samples in each piece of a schedule of `total` samples. Raises ValueError if the pieces
-    together contain more samples than `total`."""
+    """Return the length of each piece in samples, for a schedule of `total` samples. Raises ValueError if the sum of
+    the lengths is larger than `total`."""
     fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
     if fixed > total * (1 + 1e-9):
         raise ValueError(f"its pieces have {fixed:g} samples, but the schedule has only {total:g}; shorten some")
@@ -172,10 +173,10 @@ def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates at the boundaries of a schedule."""
+    """Learning rates that a schedule refers to: the initial, the peak and the lowest learning rate."""
 
     first: float
-    """Rate at the start of the first piece."""
+    """Learning rate at the start of the first piece if this piece is a warm-up."""
 
     peak: float
     lowest: float
@@ -186,10 +187,10 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
     """Return the learning rate after a number of consumed samples. After the last piece, the rate stays constant.
 
     Args:
-        pieces: The schedule.
-        samples: Consumed samples.
+        pieces: Pieces of the schedule.
+        samples: Number of consumed samples.
         total: Length of the schedule in samples.
-        rates: Learning rates at the boundaries of the schedule.
+        rates: Initial, peak and lowest learning rate.
     """
     begin, rate = 0.0, rates.peak if pieces[0].shape != "warm-up" else rates.first
     for piece, length in zip(pieces, lengths(pieces, total), strict=True):
@@ -203,8 +204,8 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
 
 def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: float, rates: Rates) -> float:
     """Return the learning rate at a position within a piece. `rate` is the learning rate at the start of the piece.
-    `place` contains three numbers of samples: before the piece, from the start of the piece to the position, and in the
-    whole piece.
+    `place` contains three numbers of samples: the samples before the piece, the samples from the start of the piece to
+    the position, and the samples in the whole piece.
     """
     begin, here, length = place
     ratio = here / length if length > 0 else 1.0
@@ -221,8 +222,8 @@ def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: 
 
 
 def absolute(text: str) -> Iterator[str]:
-    """Yield the pieces that contain a length in samples or tokens. Unlike percentages, such lengths do not scale with
-    the length of the schedule."""
+    """Yield the text of each piece that contains a length in samples or tokens. Unlike percentages, these lengths do
+    not scale with the length of the schedule."""
     for piece in parse(text):
         if any(length is not None and length.unit in ("samples", "tokens") for length in (piece.length, piece.after)):
             yield str(piece)

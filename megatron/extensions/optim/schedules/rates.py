@@ -1,4 +1,5 @@
-"""Function that the optimizer calls to evaluate --lr-schedule. This module does not import torch."""
+"""Function that the optimizer calls to compute the learning rate of --lr-schedule. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from megatron.extensions.optim.schedules.pieces import Rates, parse, rate_at
 
 
 def pieces(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Return the learning rate of --lr-schedule after a number of consumed samples. The length of the schedule is the
-    decay length."""
+    """Return the learning rate of --lr-schedule after `samples` consumed samples. The total length of the schedule is
+    `length.decay`."""
     text = config.options(ScheduleFlags).lr_schedule
     assert text is not None and config.lr is not None
     rates = Rates(config.lr_warmup_init, config.lr, config.min_lr)

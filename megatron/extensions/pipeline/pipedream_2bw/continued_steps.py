@@ -1,5 +1,5 @@
-"""Execution of steps that begin before the previous step ends. The module contains the step function of the training
-loop, and the pipeline that keeps the state of passes that began before their step."""
+"""Execution of steps that begin before the previous step ends. This module contains the training step and the pipeline,
+which keeps the state of passes of the next step until that step begins."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Executor that runs some passes of the next step early. The executor keeps the messages and autograd graphs of
-    early passes until the next step, and selects the weight version for each pass."""
+    """Executor that runs some passes of the next step during the current step. The executor keeps the messages and
+    autograd graphs of these passes until the next step, and selects the weight version for each pass."""
 
     optimizer: LateOptimizer
     """Optimizer that owns both versions of the weights."""
 
     _microbatches = 0
-    """Number of the first micro-batch that belongs to the next step."""
+    """Number of micro-batches in the current step. Micro-batches with this number and larger numbers belong to the next
+    step."""
 
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
         """Run one step. `actions` may also contain passes of `following`, the micro-batches of the next step. The next
-        call of `run_step` runs the remaining passes of `following`. Returns the loss sums of the micro-batches in
+        call of `run_step` runs the remaining passes of `following`. Return the loss sums of the micro-batches in
         `batches`, in the same form as `run`."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
@@ -71,14 +72,15 @@ class ContinuingPipeline(Pipeline):
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the next step. The next call of `train` may already run some of their passes."""
+    """Micro-batches of the step after the next call of `train`. This call may already run some of their passes."""
 
     _begun = 0
-    """Number of micro-batches in the last step if passes of the following step have begun; otherwise 0."""
+    """If passes of the next step have already run, the number of micro-batches in the last step; otherwise 0."""
 
     @property
     def counting_rank(self) -> int | None:
-        # No rank can count tokens for this step: the rank that computes the loss may still process the previous step.
+        # No rank can count the tokens of this step in advance, because the rank that computes the loss may still
+        # process the previous step.
         return None
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
@@ -98,7 +100,7 @@ class ContinuingPipeline(Pipeline):
         return super().evaluate(batches)
 
     def drop_begun(self) -> None:
-        """Discard the passes of the next step that have already begun. The next call of `train` then runs these passes
+        """Discard the passes of the next step that have already run. The next call of `train` then runs these passes
         again."""
         if self._begun:
             self.executor.drop()
@@ -120,8 +122,8 @@ class ContinuedStep(TrainStep):
             run.say(" weights before the last update are not loaded: both versions start from the newest weights")
 
     def inputs(self, step: Step) -> StepInput:
-        """Return the inputs of this step, and read the inputs of the next step. If some passes of this step already ran
-        during the previous step, return the inputs of those passes."""
+        """Return the inputs of this step, and read the inputs of the next step. If the inputs of this step were already
+        read during the previous step, return these inputs."""
         given = self._read(step)
         self.begun = None if is_read(self.run, step) else self._following(step)
         return given
@@ -134,8 +136,8 @@ class ContinuedStep(TrainStep):
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
 
     def _following(self, step: Step) -> StepInput | None:
-        """Return the inputs of the next step, or None if the next step cannot begin early. A step cannot begin early if
-        it uses a different model, if it is skipped, or if a meter reads its result."""
+        """Read the inputs of the next step; return None if the next step cannot begin early. A step cannot begin early
+        if it belongs to a different training phase, if it is passed over, or if a meter reads its result."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

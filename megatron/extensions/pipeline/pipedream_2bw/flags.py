@@ -1,4 +1,4 @@
-"""Registration of the 2bw schedule, and the import paths of its parts. This module does not import torch."""
+"""Registers the 2bw schedule and the components that it requires. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
 @dataclass(frozen=True)
 class TwoVersions:
-    """Settings that `--pipeline-schedule 2bw` requires in other parts of a run. This class defines no flags."""
+    """Setting that `--pipeline-schedule 2bw` passes to other components of a run. It is not a flag."""
 
     kept: bool = False
 

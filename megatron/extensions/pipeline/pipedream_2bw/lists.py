@@ -1,5 +1,5 @@
-"""Action lists for schedules in which a step begins before the previous step ends. The lists of one step are cut from
-the lists of several consecutive steps."""
+"""Action lists for schedules in which a step begins before the previous step ends. The lists of one step are parts of
+longer lists, which cover several consecutive steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
     """Return each rank's action list for one step of a schedule without a pipeline flush between steps.
 
-    A step overlaps with the previous and the next step. Therefore, the micro-batches of these three steps are scheduled
-    as if they were one long step, and the lists of the step are cut out. Each rank's list begins after the rank's last
-    backward pass of the previous step, and ends with the rank's last backward pass of this step. Micro-batches are
-    numbered from the first micro-batch of this step, so that micro-batch number `microbatches` is the first one of the
-    next step. The action VALIDATE precedes the first pass of the next step: it performs the update of the previous
-    step, which this pass needs. Micro-batches of the previous and the next step are scheduled only if they may overlap
-    with this step.
+    A step overlaps with the previous and the next step. The micro-batches of these three steps are therefore scheduled
+    as one long step, and the part of this step is then extracted from each rank's list. Each rank's list begins after
+    the rank's last backward pass of the previous step, and ends with the rank's last backward pass of this step.
+    The first micro-batch of this step has number 0, and the first micro-batch of the next step has number
+    `microbatches`. The action VALIDATE precedes the first pass of the next step. It performs the update of the previous
+    step, because the next step uses the updated weights. Only as many micro-batches of the previous and the next step
+    are scheduled as may overlap with this step.
 
     Args:
         schedule: Name of the schedule.
@@ -43,10 +43,10 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 
 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Divide action lists that include sends and receives into two parts. On each rank, the first part ends once the
-    backward passes of the first `microbatches` micro-batches are complete. A receive is in the same part as the
-    matching send, so that no message that is sent in the first part is received in the second part. Actions in the
-    second part may use tensors that were received in the first part."""
+    """Divide action lists that include sends and receives into two parts. On each rank, the first part ends when the
+    backward passes of the first `microbatches` micro-batches are complete. A receive is in the same part as its send,
+    so that no message crosses from the first part to the second part. Actions in the second part may use tensors that
+    were received in the first part."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]

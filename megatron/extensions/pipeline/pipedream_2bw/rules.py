@@ -1,4 +1,4 @@
-"""Rules of PipeDream-2BW. This module does not import torch."""
+"""Flag rules of the schedule PipeDream-2BW. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCHEDULE = "--pipeline-schedule"
 
 
 def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report features that the 2bw schedule does not support, because it delays updates and keeps two versions of the
-    weights."""
+    """Report features that the 2bw schedule does not support, because this schedule delays updates and keeps two
+    versions of the weights."""
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     if size := c.parallel.loss_chunk_tokens:
@@ -71,8 +71,8 @@ def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
 
 
 def _microbatches(c: RunConfig) -> Iterator[Problem]:
-    """Check that a step has at least as many micro-batches as the pipeline has ranks, since each update is needed two
-    steps later (arXiv 2006.09503, section 3.1)."""
+    """Check that the number of micro-batches per step is at least the number of pipeline ranks. This is required
+    because each update is used two steps later (arXiv 2006.09503, section 3.1)."""
     pp, sizes = c.parallel.pipeline_model_parallel_size, legal_sizes(c)
     per_pass = c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
     smallest = min([sizes.final, *(size for _, size in sizes.earlier)])

@@ -1,20 +1,20 @@
-"""Optimizer of the 2bw schedule, which keeps two versions of the weights. While the reduction of a step's gradient norm
-is pending, the next step already runs.
+"""Optimizer of the 2bw schedule, which keeps two versions of the weights. The next step already runs while the gradient
+norm of a step is reduced.
 
 In PipeDream-2BW (arXiv 2006.09503, section 3.1), the gradient of a step is computed with the weights before the last
 update,
 
     W(t+1) = W(t) - lr g(W(t-1)),
 
-so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Clipping is exact,
-unlike in the paper: gradients are kept until the norm over all stages is known. No rank waits for the norm. Each rank
-performs the update of step t before its first pass of step t+2, in the action VALIDATE. While the update of step t is
-pending, the passes of step t+1 continue.
+so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Unlike in the
+paper, gradient clipping is exact: gradients are kept until the norm over all stages is known. Still, no rank waits for
+the norm. Each rank performs the update of step t before its first pass of step t+2, in the action VALIDATE. While the
+update of step t is pending, the passes of step t+1 continue.
 
-Each parameter has two memory locations, one for each of its two versions. The parameter buffers contain the newest
-version, which is all-gathered and saved in checkpoints. The other location contains the previous version. An update
-overwrites the previous version once all passes that use it have ended. The two locations then swap roles, so no version
-has to be copied. Therefore, weights that a forward pass saved for its backward pass remain valid."""
+Each parameter has two memory locations, one for each version. The parameter buffers contain the newest version, which
+is all-gathered and saved in checkpoints. The other location contains the previous version. When all passes that use the
+previous version have ended, an update overwrites it, and the two locations swap roles. No version is copied, so weights
+that a forward pass saved for its backward pass remain valid."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """Optimizer shard with two versions of its parameters. An update reads a copy of the gradients, because the next
-    step already overwrites the gradients. Successive updates write the parameters alternately to two memory
-    locations."""
+    """Optimizer shard with two versions of the parameters, which successive updates write alternately to two memory
+    locations. An update reads a copy of the gradients, because the next step may already have overwritten the gradient
+    buffers."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """This shard's parameters before the last update. The tensor becomes a view of the memory for the previous
-        parameter version once that memory is allocated."""
+        """`previous` contains this shard's parameters before the last update. When the second memory location has been
+        allocated, `previous` is a view of this location."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
-        """Return the part of `params` that belongs to this shard. `params` contains those elements of the bucket that
+        """Return the elements of `params` that belong to this shard. `params` contains the elements of the bucket that
         this rank owns."""
         return params[self.place.start : self.place.stop]
 
@@ -65,7 +65,7 @@ class _Waiting(NamedTuple):
 
 
 class LateOptimizer(DistributedOptimizer):
-    """Optimizer that performs each update as late as possible. The update of step t is performed just before the first
+    """Optimizer that delays each update as long as possible: the update of step t is performed just before the first
     pass of step t+2."""
 
     def __init__(
@@ -78,10 +78,11 @@ class LateOptimizer(DistributedOptimizer):
         super().__init__(config, ddp, state, host_threads)
         self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
         self.is_read = True
-        """True if the result of the next call of `step` is read before the following call, for example to log it."""
+        """Whether the result of the next call of `step` is read before the following call, for example to log the
+        loss."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """Second memory location of each parameter buffer. Initially, this location is used for the parameters before
-        the last update. Until a checkpoint is loaded or `start` is called, it is filled with NaN."""
+        """Second memory location of each parameter buffer. Initially, it is used for the parameters before the last
+        update, and is filled with NaN until a checkpoint is loaded or `start` is called."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)
@@ -106,8 +107,7 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Perform the update of the last step if this update is still pending. Afterwards, forward passes use the
-        newest weights."""
+        """Perform the pending update, if there is one. Afterwards, forward passes use the newest weights."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
             verdict = self.verdict(update, norm.wait(), result)
@@ -118,9 +118,9 @@ class LateOptimizer(DistributedOptimizer):
         self._use(self._newest)
 
     def use_for(self, of_next_step: bool) -> None:
-        """Select the weight version for a forward or backward pass. Passes of the current step use the weights before
-        the last update; passes of the next step use the newest weights. While the update of the previous step is
-        pending, passes of the current step also use the newest weights."""
+        """Select the weight version for a forward or backward pass. Passes of the next step use the newest weights.
+        Passes of the current step use the weights before the update of the previous step: these are the newest weights
+        while the update is pending, and the previous version afterwards."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:
@@ -131,7 +131,7 @@ class LateOptimizer(DistributedOptimizer):
         self._in_use = version
 
     def _exchange(self) -> None:
-        """Swap the two memory locations of all parameters."""
+        """Swap the roles of the two memory locations for all parameters."""
         for number, buffer in enumerate(self.ddp.buffers):
             buffer.param_data, self.other[number] = self.other[number], buffer.param_data
             for bucket in buffer.buckets:
@@ -143,8 +143,8 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """Gather the weights before the last update from the shards that each rank loaded. If the checkpoint does not
-        contain the weights before the last update, the newest weights are used instead. Return True if the checkpoint
+        """All-gather the weights before the last update, of which each rank loaded a shard from the checkpoint. Weights
+        that the checkpoint does not contain are replaced with the newest weights. Return True if the checkpoint
         contained all weights of this rank. This method is a collective."""
         complete = True
         for shard in self.versioned:

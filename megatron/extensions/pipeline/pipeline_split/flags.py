@@ -1,5 +1,5 @@
-"""Flags for the manual division of layers among pipeline stages, and the import path of the split. This module does not
-import torch."""
+"""Registers the manual division of layers among pipeline stages, and defines its flags. This module does not import
+torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Grammar of --pipeline-model-parallel-layout, which lists pipeline stages by hand. This module does not import torch.
+"""Parser of --pipeline-model-parallel-layout, which lists all pipeline stages. This module does not import torch.
 
 A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
 loss). The character | separates stages. The symbol m may occur only directly before L. Multi-token prediction modules
-use the output head of L. A symbol or a group in parentheses is repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`.
-Commas and spaces are ignored.
+use the output head of L. The suffix *n repeats a symbol or a group in parentheses n times: `Et*3|(tt|)*2mL` is
+`Ettt|tt|tt|mL`. Commas and spaces are ignored.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 
 LONGEST = 100_000
-"""Maximum number of symbols in a layout after all repetitions are expanded. A longer layout is considered a mistake."""
+"""Maximum number of symbols in a layout after all repetitions are expanded. Longer layouts are assumed to be
+mistakes."""
 
 TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 
 
 def layers_of_stages(text: str) -> tuple[int, ...]:
-    """Return the number of transformer layers of each stage, by global stage number.
+    """Return the number of transformer layers in each stage, in the order of the stages.
 
     Raises ValueError if the text is invalid. The error message states the violated rule and, after a semicolon, a
     remedy.
@@ -35,7 +36,7 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 
 
 def multi_token_depths(text: str) -> int:
-    """Return the number of multi-token prediction modules.
+    """Return the number of multi-token prediction modules in the layout `text`.
 
     Raises ValueError if `text` does not follow the grammar.
     """
@@ -46,7 +47,8 @@ def expanded(text: str) -> str:
     """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `text` does not follow the
     grammar."""
     rest = re.sub(r"[,\s]", "", text)
-    # Stack of item lists: first the items outside parentheses, then the items inside each open parenthesis.
+    # Stack of lists: the first list contains the items outside parentheses, and each further list contains the items
+    # inside one open parenthesis.
     open_groups: list[list[str]] = [[]]
     at = 0
     while at < len(rest):

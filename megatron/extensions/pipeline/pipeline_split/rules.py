@@ -1,4 +1,4 @@
-"""Rules for the manual division of layers among pipeline stages. This module does not import torch."""
+"""Flag rules for the manual division of layers among pipeline stages. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.model.num_layers < 1 or p.pipeline_model_parallel_size < 1:
         return
     if text is not None and (p.num_virtual_stages_per_pipeline_rank or p.num_layers_per_virtual_pipeline_stage):
-        return  # nothing to check: another rule reports that these flags exclude each other
+        return  # another rule reports that these flags exclude each other
     try:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
@@ -32,8 +32,8 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _of_layout(p: ModelParallelConfig, text: str, message: str) -> Problem:
-    """Report an invalid division into pipeline stages. A division is invalid if the text cannot be parsed, if the
-    stages do not match the model, or if the schedule does not support the number of stages."""
+    """Convert the error `message` about the layout `text` to a problem. A layout is invalid if it cannot be parsed, if
+    its stages do not match the model, or if the schedule does not support the number of stages."""
     if message.startswith(LAYOUT):
         rule, _, remedy = message.removeprefix(f"{LAYOUT} {text}: ").partition("; ")
         return Problem(LAYOUT, text, rule, remedy)

@@ -1,5 +1,5 @@
-"""Computation of the number of layers in each pipeline stage from the flags, and validation of these flags. This module
-does not import torch."""
+"""Computes the number of layers in each pipeline stage from the flags, and validates these flags. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.extensions.pipeline.pipeline_split.layout_text import layers_of_st
 
 
 class StagesByHand:
-    """Entry of the registry `STAGE_SPLITS` for the flags of this extension."""
+    """Entry in the registry `STAGE_SPLITS` that implements the flags of this extension."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:
@@ -38,9 +38,8 @@ class StagesByHand:
 
     @staticmethod
     def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
-        """Return the numbers of layers that the flags specify, keyed by stage. Stages whose number of layers is not
-        specified are omitted. Raises ValueError if the specified numbers are impossible for the model and the
-        layout."""
+        """Return a mapping from stages to the numbers of layers that the flags specify. Stages whose number of layers
+        is not specified are omitted. Raises ValueError if the numbers do not fit the model and the pipeline layout."""
         flags = parallel.options(SplitFlags)
         if flags.pipeline_model_parallel_layout is not None:
             return dict(enumerate(stages_by_hand(model, parallel, flags.pipeline_model_parallel_layout)))
@@ -55,7 +54,7 @@ class StagesByHand:
 
 
 def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text: str) -> tuple[int, ...]:
-    """Return the number of layers of each stage in `text`, the value of --pipeline-model-parallel-layout. Raises
+    """Return the number of layers in each stage of `text`, the value of --pipeline-model-parallel-layout. Raises
     ValueError if the stages do not fit the model."""
     pp, named = parallel.pipeline_model_parallel_size, f"{LAYOUT} {text}"
     try:
@@ -77,7 +76,7 @@ def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text
 
 
 def _spread(count: int, parts: int) -> Iterator[int]:
-    """Divide `count` into `parts` numbers that are as equal as possible, with the larger numbers first."""
+    """Divide `count` into a sum of `parts` numbers that are as equal as possible. The larger numbers come first."""
     return (count // parts + (part < count % parts) for part in range(parts))
 
 

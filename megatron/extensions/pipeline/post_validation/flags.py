@@ -1,4 +1,4 @@
-"""Flag of optimizer post-validation, and the import path of its implementation. This module does not import torch."""
+"""Registers optimizer post-validation and defines its flag. This module does not import torch."""
 
 from __future__ import annotations
 

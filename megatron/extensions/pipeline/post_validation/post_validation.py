@@ -1,18 +1,18 @@
-"""Optimizer post-validation: updates are performed before the global gradient norm is known, and checked later.
-
-Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits for the norm, and therefore for the last
+"""Optimizer post-validation: updates are performed before the global gradient norm is known, and checked later (Qi et
+al., arXiv 2401.10241, section 4). Without post-validation, a step waits for the norm, and therefore for the last
 backward pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm, and
-updates its parameters without waiting for the result. At this point, the stage does not clip its gradients, and it
-skips the update only if the stage's own gradients are not finite. After its update, the stage runs the first forward
-passes of the next step. The norm is checked by the action VALIDATE, which precedes the first backward pass of the next
-step. If the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the
-correct factor, and repeat the forward passes.
+updates its parameters without waiting for the result. In this update, the stage does not clip its gradients, and it
+skips the update only if its own gradients are not finite. After its update, the stage runs the first forward passes of
+the next step. The norm is checked by the action VALIDATE, which precedes the first backward pass of the next step. If
+the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct
+factor, and repeat the forward passes.
 
-The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. Here, states are
-copied before the update, so that a step that was rolled back and repeated is bit-equal to a step that waited for the
-norm. The copies need as much memory as a second set of this rank's shards. In the paper, stages validate one after
-another, because each stage sends the partially reduced norm to the next stage. In this program, all ranks validate at
-the same time, because all ranks must repeat their forward passes if an update is wrong.
+The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. In this program,
+states are copied before the update. A step that is rolled back and repeated is therefore bit-equal to a step that
+waited for the norm. The copies need as much memory as a second set of this rank's shards. In the paper, stages validate
+an update one after another, because each stage sends the partially reduced norm to the next stage. In this program, all
+ranks validate an update at the same time, because all ranks must repeat their forward passes if the update is rolled
+back.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class RollbackCopies:
-    """Copies of `tensors`. The memory of the copies is allocated once, so that memory use does not grow after the first
-    step."""
+    """Copies of `tensors`, from which a rollback restores these tensors. The memory of the copies is allocated once, so
+    that memory use does not grow after the first step."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -53,8 +53,8 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copy the current values of `tensors` and of the additional tensors `further`. Each call allocates new memory
-        for the copies of `further`, so these tensors should be small."""
+        """Copy the current values of `tensors`, and of the additional tensors in `further`. Each call allocates new
+        memory for the copies of `further`, which should therefore be small."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
@@ -73,8 +73,8 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """Update that was performed before the global gradient norm was known. The fields also contain the non-tensor state
-    before the update, so that a rollback can restore this state."""
+    """Update that was performed before the global gradient norm was known. The fields `updates` and `scaler` contain
+    the number of updates and the state of the loss scaler before the update, which a rollback restores."""
 
     update: Update
     result: StepResult
@@ -87,8 +87,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
     """Optimizer that may perform an update before the gradient norm is known. If the result of a step is read before
     the next step, the optimizer waits for the norm.
 
-    Before such an update, main parameters and states are copied, so that they can be restored. Gradients are copied,
-    too, because the update scales them in place.
+    Before an early update, main parameters and optimizer states are copied, so that they can be restored. Gradients are
+    also copied, because the update scales them in place.
     """
 
     def __init__(
@@ -104,9 +104,10 @@ class PostValidatedOptimizer(DistributedOptimizer):
         of_chain = [tensor for chain in self.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
         self.is_read = True
-        """True if the result of the next call of `step` is read before the following call, for example to log it."""
+        """Whether the result of the next call of `step` is read before the following call, for example to log the
+        loss."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
-        """Function that returns all tensors that are changed by `Update.on_update`."""
+        """Function that returns all tensors that `Update.on_update` changes."""
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None
         """Result of the previous step."""
@@ -142,10 +143,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Validate the last update if it has not been validated yet. The method waits for the result of the check.
-        Returns True on all ranks if the step was rolled back. After the rollback, parameters, states and everything
-        that `on_update` changes are bit-equal to the result of a step without post-validation. This method is a
-        collective over the world."""
+        """Check the last update, if it has not been checked yet, and wait for the result. Return True on all ranks if
+        the update was rolled back and repeated. Afterwards, parameters, states and everything that `on_update` changes
+        are bit-equal to the result of a step without post-validation. This method is a collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
@@ -163,9 +163,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 
 class StaleForwards(Exception):
-    """Raised if parameters have changed since the forward passes of an action list. The caller must run the action list
-    again from its first action. If one rank raises this exception, all ranks raise it. When the exception is raised, no
-    pipeline message is in flight."""
+    """Raised if a rollback changed the parameters after the first forward passes of an action list. The caller must run
+    the action list again from its first action. If one rank raises this exception, all ranks raise it, and no pipeline
+    message is in flight."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
@@ -185,14 +185,15 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
 
 
 class ValidatingPipeline(Pipeline):
-    """Pipeline that inserts the action VALIDATE, which checks the previous update, into all action lists. VALIDATE
-    precedes the first backward pass on any rank."""
+    """Pipeline whose action lists contain the action VALIDATE, which checks the previous update. No rank runs a
+    backward pass before VALIDATE."""
 
     executor_type = ValidatingExecutor
 
     @property
     def counting_rank(self) -> int | None:
-        # No rank can count tokens for this step: the rank that computes the loss may still process the previous step.
+        # No rank can count the tokens of this step in advance, because the rank that computes the loss may still
+        # process the previous step.
         return None
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
@@ -214,7 +215,7 @@ class PostValidatedStep(TrainStep):
     def gradients(self, given: StepInput) -> Sums:
         try:
             return super().gradients(given)
-        except StaleForwards:  # prepare again: the loss scale may have changed
+        except StaleForwards:  # prepare the inputs again, because the loss scale may have changed
             return self.gradients(self.prepared(given.step, given.batches))
 
     def update(self, step: Step, sums: Sums, factor: Tensor) -> StepResult:

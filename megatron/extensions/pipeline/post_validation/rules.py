@@ -1,4 +1,4 @@
-"""Rules of optimizer post-validation. This module does not import torch."""
+"""Flag rules of optimizer post-validation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron.training.config.run_config import RunConfig
 SWITCH = "--optimizer-post-validation"
 
 WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""Schedules in which rank 0 performs both the last pass of a step and the first pass of the next step.
---optimizer-post-validation does not change this."""
+"""Schedules in which rank 0 runs both the last pass of a step and the first pass of the next step. With these
+schedules, --optimizer-post-validation saves no time."""
 
 
 def without_use(c: RunConfig) -> RunConfig:
-    """Turn off --optimizer-post-validation in a configuration in which no update can be performed early. The rule
-    `post_validation` reports that the flag has no effect."""
+    """Return a configuration in which --optimizer-post-validation is disabled if no update can be performed early. The
+    rule `post_validation` reports that the flag has no effect."""
     idle = c.parallel.pipeline_model_parallel_size == 1 or c.logging.log_interval == 1
     return c.with_options(PostValidationFlags()) if idle else c
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report features that post-validation does not support. A rollback uses copies to restore everything that the
-    update changed. All forward passes since the update are then repeated."""
+    """Report features that post-validation does not support, and configurations in which it has no effect or saves no
+    time."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return

@@ -1,4 +1,4 @@
-"""Registration of the zero-bubble schedules. This module does not import torch."""
+"""Registers the zero-bubble schedules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def W(stage: int, microbatch: int) -> Action:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Return ZB-H1 (arXiv 2401.10241, section 2.1), which is 1F1B except that weight gradient passes are delayed until
-    a rank would otherwise be idle.
+    """Return the schedule ZB-H1 (arXiv 2401.10241, section 2.1). It equals 1F1B, except that weight gradient passes are
+    delayed until a rank would otherwise be idle.
 
     Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps activations of p
     microbatches, and later ranks keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a
@@ -28,13 +28,14 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """Return ZB-H2 (arXiv 2401.10241, section 2.2). ZB-H2 has twice as many initial forward passes as ZB-H1, which
-    reduces the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
+    """Return the schedule ZB-H2 (arXiv 2401.10241, section 2.2). ZB-H2 has twice as many initial forward passes as
+    ZB-H1, which reduces the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
 
-    With `in_turns`, forward passes and input gradients alternate in the steady state, and each rank runs one more
-    initial forward pass. An activation reaches the next rank one turn later, and its gradient returns another turn
-    later. Each rank therefore runs two more initial forward passes than the next rank. With only one additional initial
-    forward pass per rank, as in ZB-H1, ranks would wait for each other.
+    If `in_turns` is True, each forward pass in the steady state is interleaved with an input gradient pass, and each
+    rank runs one more initial forward pass. The results of both passes are then available only at the end of the
+    interleaved pair. An activation reaches the next rank one pair later, and the gradient of this activation returns
+    another pair later. Each rank therefore runs two more initial forward passes than the next rank. If the difference
+    were only one, as in ZB-H1, ranks would wait for each other.
     """
     return _zero_bubble(p, m, 2, in_turns)
 
@@ -57,7 +58,8 @@ def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Return ZB-V (arXiv 2401.10241, section 6): rank r has stages r and 2p - 1 - r, so that rank 0 computes the loss.
+    """Return the schedule ZB-V (arXiv 2401.10241, section 6). Rank r has the stages r and 2p - 1 - r, so rank 0
+    computes the loss.
 
     There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals the peak memory of 1F1B.
     If m is less than 2p - 1, the schedule is first generated for 2p - 1 micro-batches, and the passes of micro-batches
@@ -73,7 +75,7 @@ def zb_v(p: int, m: int) -> Schedule:
         f1 = (Kind.F, up)
         i1 = (Kind.I, up)
         w1 = (Kind.W, up)
-        # Number of steady-state rounds in which the rank's first stage runs another forward pass.
+        # Number of steady-state rounds in which the first stage of this rank still runs a forward pass.
         fed = n - (2 * p - 1 - rank)
         order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)
