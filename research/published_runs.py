@@ -4,14 +4,14 @@
     python research/published_runs.py --only a100 --parts
     python research/published_runs.py --memory --only zero-bubble --parts
 
-Prints each run's published and predicted step time and the error. Then prints the median and the 90th percentile of the
-errors, separately for runs to which constants were fitted and for held-out runs. The runs and their sources are in
-research/published_runs.yaml.
+The tool prints each run's published and predicted step time and the error. It then prints the median and the 90th
+percentile of the errors, separately for runs to which constants were fitted and for held-out runs. The runs and their
+sources are in research/published_runs.yaml.
 
-With --memory, prints the published and the planned peak memory of each run, on the rank that uses the most memory. Some
-published programs store the attention scores, which this program does not. For such programs, the tool prints the
-computed size of the scores, and the relative error with and without the scores. Then it prints the median and the
-maximum of the errors. Runs on other hardware are excluded from these statistics. The plans are those of
+With --memory, the tool prints the published and the planned peak memory of each run, on the rank that uses the most
+memory. Some published programs store the attention scores, which this program does not. For such programs, the tool
+prints the computed size of the scores, and the relative error with and without the scores. Then it prints the median
+and the maximum of the errors. Runs on other hardware are excluded from these statistics. The plans are those of
 `pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
 research/published_memory.yaml.
 """
@@ -197,8 +197,8 @@ def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> 
 
 
 def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[Compared]:
-    """For each run, compare the published peak memory with the plan of the rank that uses the most memory. Raises
-    ValueError if a run's flags are not valid."""
+    """For each run, compare the published peak memory with the planned memory of the rank that uses the most memory.
+    Raises ValueError if a run's flags are not valid."""
     for run in runs:
         config = run.config()
         held = fullest(memory_of_ranks(config, run.gpus))

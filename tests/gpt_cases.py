@@ -69,8 +69,8 @@ def token_losses(model: GPTModel, batch: Batch) -> torch.Tensor:
 
 
 def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
-    """Return the logits of tokens [b, s], computed part by part with a cache of the earlier parts, and the cache. If
-    the extension for text generation is deleted, the calling test is skipped."""
+    """Compute the logits of tokens [b, s] part by part with a cache of the earlier parts. Return the logits and the
+    cache. If the extension for text generation is deleted, the calling test is skipped."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )

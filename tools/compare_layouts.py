@@ -47,8 +47,8 @@ of rounding errors, such as the gradient of a key bias, therefore changes its we
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Largest relative difference after a few steps that a different summation order can explain, keyed by dtype. Only in
-fp64 does an error in the program stand out clearly from this difference. In lower precisions, Adam amplifies the
-rounding errors of small gradients, because it divides each gradient by its magnitude."""
+fp64 is an error in the program clearly larger than this difference. In lower precisions, Adam amplifies the rounding
+errors of small gradients, because it divides each gradient by its magnitude."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[Data
 
 
 def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
-    """Print a description of each dataset, and return the number of contradictions found."""
+    """Print a description of each dataset, and return the number of inconsistencies found."""
     eod = tokenizer.eod if tokenizer is not None and args.eod is None else args.eod
     found = 0
     for prefix in prefixes:

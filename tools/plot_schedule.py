@@ -214,7 +214,7 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
-    """Return the actions of a timeline that take time, because only those are drawn. Forward and backward passes that
+    """Return the actions of a timeline that take time. Other actions are not drawn. Forward and backward passes that
     alternate are drawn as one action, named after the forward pass."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 

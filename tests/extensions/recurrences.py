@@ -72,8 +72,8 @@ def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> Non
 
 
 def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:
-    """Return the GEMM FLOPs per token of one mixer layer. They are the difference between a model with the mixer layer
-    and a model with only a gated MLP."""
+    """Return the GEMM FLOPs per token of one mixer layer. This number is the difference between a model with the mixer
+    layer and a model with only a gated MLP."""
     one = with_fields(config, {"num_layers": 1, "hybrid_layer_pattern": letter, **more})
     mlp = model_flops(with_fields(one, {"hybrid_layer_pattern": "-"})).matmul - 6 * 3 * one.hidden_size * one.ffn_size
     assert model_flops(one).attention == 0

@@ -1,5 +1,5 @@
-"""Values of wrong types in a checkpoint's metadata.json, with correct checksums: every reader refuses such a file in
-one line that names the file, the entry and the entry's rule."""
+"""Tests of metadata.json files that have correct checksums but contain values of wrong types. Every reader refuses such
+a file in one line that names the file, the entry and the entry's rule."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def places(value: Any, where: Place = ()) -> Iterator[Place]:
 
 
 def replaced(values: dict[str, Any], where: Place, new: Any) -> dict[str, Any]:
-    """Return a copy of the values in which the value at a path is replaced with `new`."""
+    """Return a copy of `values` in which the value at the path `where` is replaced with `new`."""
     inner: Any = (whole := values.copy())
     for key in where[:-1]:
         inner[key] = inner[key].copy()

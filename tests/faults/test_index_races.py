@@ -1,4 +1,5 @@
-"""Processes that build index files at the same time, are killed in the process, or have no write permission."""
+"""Tests of processes that build index files at the same time, are killed while they build the files, or have no write
+permission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that save to a failing remote storage."""
+"""Tests of runs that save to a failing remote storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extension for GPU runs (--extension). It makes a compiled region that exceeds its recompile limit raise an error. By
+"""Extension for GPU runs (--extension) that raises an error if a compiled region exceeds its recompile limit. By
 default, torch would silently run such a region without compilation."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiled attention with GPU kernels, compared with fp64 attention on the CPU."""
+"""Tests of tiled attention with GPU kernels, which is compared with fp64 attention on the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""fp8 on GPUs. Every GEMM is compared with a GEMM of the dequantized operands. Training in fp8 is compared with
-training in bf16 and with fp8 training on the CPU."""
+"""Tests of fp8 on GPUs. Every GEMM is compared with a GEMM of the dequantized operands. Training in fp8 is compared
+with training in bf16 and with fp8 training on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated delta rule on a GPU. The chunked form in torch is compared with the recurrence in fp64.
+"""Tests of the gated delta rule on a GPU. The chunked form in torch is compared with the recurrence in fp64.
 flash-linear-attention's kernels, if installed, are also compared with the recurrence."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The parity matrix on a GPU. Some combinations use one rank. In the other combinations, several ranks share the GPU
-and communicate over gloo or NCCL.
+"""Run the parity matrix on a GPU. Some combinations use one rank. In the other combinations, several ranks share the
+GPU and communicate over gloo or NCCL.
 
 Each combination is compared with one process on the CPU, in fp64 and without dropout, because the devices draw
 different masks.

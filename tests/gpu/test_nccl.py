@@ -1,4 +1,5 @@
-"""Runs of several NCCL ranks that share one GPU, each as if it were on a separate host (--nccl-on-one-gpu).
+"""Tests of runs with several NCCL ranks that share one GPU (--nccl-on-one-gpu). Each rank acts as if it were on a
+separate host.
 
 Losses equal those of one process on the CPU under every kind of layout. A checkpoint can be loaded under a different
 layout. If a rank is killed, or if ranks call different collectives, the run ends with a message that names these ranks.

@@ -1,4 +1,4 @@
-"""tools/referee.py with wrong inputs: each error names the flag, the value, the rule and the remedy."""
+"""Tests of tools/referee.py with wrong inputs. Each error names the flag, the value, the rule and the remedy."""
 
 from __future__ import annotations
 

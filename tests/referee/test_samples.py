@@ -1,4 +1,4 @@
-"""tools/referee.py on samples of several documents, and on samples of a run's training data."""
+"""Tests of tools/referee.py on samples with several documents, and on samples of a run's training data."""
 
 from __future__ import annotations
 

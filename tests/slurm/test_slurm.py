@@ -1,5 +1,5 @@
-"""Jobs on a real one-node SLURM cluster. Jobs that are ended by signals and limits are requeued, and their results are
-bit-identical to those of an undisturbed job. Jobs that cannot succeed are not requeued."""
+"""Tests of jobs on a real one-node SLURM cluster. Jobs that are ended by signals and limits are requeued, and their
+results are bit-identical to those of an undisturbed job. Jobs that cannot succeed are not requeued."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def greedy(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the fractions of padding tokens and of cut documents for first-fit packing. In order, each document is put
-    into the first bin that has enough room. Documents longer than a sample are first cut."""
+    """Return the fractions of padding tokens and of cut documents for first-fit packing. The documents are put, in
+    order, into the first bin that has enough room. Documents longer than a sample are cut first."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     room = np.full(len(sizes), seq_length + 1)
     for size in sizes.tolist():
@@ -81,7 +81,7 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
     """Return the fraction of padding tokens for first-fit packing with at most `OPEN` open samples. If a document fits
-    into none of the open samples, all of them are closed."""
+    into none of the open samples, all open samples are closed."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
     for places in (sizes - 1).tolist():  # The last token of a document is only a label, so it needs no room.

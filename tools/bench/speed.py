@@ -29,7 +29,7 @@ The start-up cell measures how many seconds commands take in a new Python interp
 interpreter that only imports torch.
 
 --before compares this checkout with another one, round by round, and prints the median of the ratios after / before.
-Higher is better for tokens per second, lower for seconds."""
+A higher ratio is better for tokens per second, and a lower ratio is better for seconds."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, f
         with IndexedDatasetBuilder(f"{own}/text", np.dtype("<u2")) as builder:
             for length in mixed_lengths(seq_length).tolist():
                 builder.add_document(np.append(random.integers(0, 255, length - 1), 255))
-        with suppress(OSError):  # another process has written the file
+        with suppress(OSError):  # another process has already written the folder
             os.rename(own, folder)
     return timed(own_step([*argv, "--data-path", f"{folder}/text"]), steps, tokens, time.process_time)
 

@@ -88,7 +88,8 @@ def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | N
 
 def along(points: Points, positions: Points) -> list[tuple[float, float]]:
     """Convert points over iterations to points over used resources. `positions` gives the used resources at each logged
-    iteration. A point is placed at the resources of the last logged iteration up to its own iteration."""
+    iteration. A point of iteration i is placed at the resources used at the last logged iteration that does not exceed
+    i."""
     at = [iteration for iteration, _ in positions]
     places = [(bisect_right(at, iteration) - 1, value) for iteration, value in points]
     return [(positions[place][1], value) for place, value in places if place >= 0]

@@ -155,7 +155,7 @@ def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
     parts: dict[int, list[tuple[str, float, float]]] = {rank: [("other", *step)] for rank, step in steps.items()}
     for event in events:
         rank, begin = event.get("pid"), event["ts"]
-        # Thread 0 is the training thread. On GPUs, its events show when work is launched.
+        # Thread 0 is the training thread. On GPUs, the events of this thread show when work is launched.
         inside = event["tid"] == 0 and rank in steps and steps[rank][0] <= begin <= steps[rank][1]
         if inside and (kind := phase_of(event, iteration)):
             parts[rank].append((kind, begin, begin + event["dur"]))

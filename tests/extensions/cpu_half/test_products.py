@@ -87,8 +87,8 @@ MODEL += "--attention-dropout 0 --hidden-dropout 0 "
 
 
 def trained(rank: int, world_size: int, flags: str, without: int | None) -> tuple[str, set[torch.dtype]]:
-    """Train on this rank. On the rank `without`, the CPU appears to lack instructions for half-precision GEMMs. Return
-    the printed output and the dtypes whose GEMMs are computed in fp32."""
+    """Train a model. The rank `without` behaves as if its CPU had no instructions for half-precision GEMMs. Return the
+    printed output and the dtypes whose GEMMs are computed in fp32."""
     printed = io.StringIO()
     with (
         mock.patch.object(cpu_half, "has_products_of", return_value=rank != without),

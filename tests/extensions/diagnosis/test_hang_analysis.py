@@ -1,4 +1,5 @@
-"""Tests of how a rank is blamed for a hang. The decision is based on the last collective that each rank entered."""
+"""Tests of the decision which rank caused a hang. The decision is based on the last collective that each rank
+entered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch profiler traces of the requested steps and ranks."""
+"""Tests of torch profiler traces, which contain only the requested steps and ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def profiled(rank: int, size: int, flags: str, folder: str) -> None:
 
 
 def events_of(trace: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Read a trace file, and return the number of optimizer steps in the trace and all its events."""
+    """Read a trace file, and return two values: the number of optimizer steps in the trace, and all events of the
+    trace."""
     events = json.loads(trace.read_text())["traceEvents"]
     return sum(event.get("name", "").startswith("Optimizer.step") for event in events), events
 

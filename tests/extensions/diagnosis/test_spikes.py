@@ -1,4 +1,4 @@
-"""Rules that decide which steps are spikes."""
+"""Tests of the rules that decide which steps are loss spikes."""
 
 from __future__ import annotations
 

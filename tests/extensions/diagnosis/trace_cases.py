@@ -1,4 +1,4 @@
-"""Simulated traces with the same slices of pipeline actions that ranks record in a real run."""
+"""Simulated traces, whose slices (spans of pipeline actions) are the same as in the trace of a real run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tasks evaluated on the training model: scores under every layout equal those of one process, and training is
-unaffected."""
+"""Tests of evaluation tasks that run on the model in training. The scores under every layout equal the scores of one
+process, and training is unaffected."""
 
 from __future__ import annotations
 

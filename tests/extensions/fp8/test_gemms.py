@@ -294,7 +294,7 @@ def test_inputs_are_gathered_in_one_byte_except_by_rows(recipe: str, size: int) 
 
 def test_an_outlier_costs_precision_only_in_its_tile() -> None:
     x = torch.randn(128, 384).bfloat16()
-    x[5, 140] = 2.0**18  # small values in the same tile become 0
+    x[5, 140] = 2.0**18  # the small values in a tile with large values become 0
     error = (fp64(blockwise.cast_by_blocks(x, 1, E4M3)) - x.double()).abs() / x.double().abs().clamp(min=0.05)
     assert (error[5, 128:256] == 1).sum() > 64
     error[5, 128:256] = 0

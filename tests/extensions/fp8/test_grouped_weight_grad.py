@@ -1,4 +1,4 @@
-"""Weight gradients of experts in fp8. The reference is one GEMM per expert, whose operands are rounded to fp8."""
+"""Tests of fp8 weight gradients of experts. The reference is one GEMM per expert, whose operands are rounded to fp8."""
 
 from __future__ import annotations
 

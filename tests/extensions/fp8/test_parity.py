@@ -1,10 +1,10 @@
-"""Parity of fp8 training. Each layout is compared with one process. All pipeline schedules are compared with each
+"""Parity tests of fp8 training. Each layout is compared with one process. All pipeline schedules are compared with each
 other. A resumed run is compared with an uninterrupted run.
 
-All layouts cast the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Tensor
-parallelism adds rounded partial sums, after which one value in a few hundred is rounded to a different fp8 number, 2^-4
-away. The error bounds therefore allow for fp8 rounding. They are tight for layouts that do not split any sum over
-ranks.
+All layouts cast the operands of a layer in the same way (`test_layers.py`), but activations between layers are bf16.
+Tensor parallelism adds rounded partial sums, after which one value in a few hundred is rounded to a different fp8
+number, 2^-4 away. The error bounds therefore allow for fp8 rounding. They are tight for layouts that do not split any
+sum over ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 32 --moe-
 BIASED_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --quick-geglu --glu-linear-offset 1"
 WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 --swiglu"
 IN_TURNS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-# Without tensor parallelism, only the bf16 rounding of the sum over a token's experts differs.
+# Without tensor parallelism, results differ only in the bf16 rounding of the sum over a token's experts.
 PART = [
     *((recipe, 2, "", layout, 1e-6) for recipe in RECIPES for layout in ("--pp 2 --pipeline-schedule zb-h1", "--dp 2")),
     *((recipe, 2, "", SP, 0.05) for recipe in RECIPES),

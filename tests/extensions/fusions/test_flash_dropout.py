@@ -1,5 +1,5 @@
-"""Attention with dropout in a single kernel. A band, which combines several attention tiles, must cover the same pairs
-of queries and keys. Triton kernels in Triton's interpreter are compared with plain torch."""
+"""Tests of attention with dropout in a single kernel. A band, which combines several attention tiles, must cover the
+same pairs of queries and keys. Triton kernels in Triton's interpreter are compared with plain torch."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
         queries = spans[-1] if case.gathered else None
         out = local_attention(q[rows[-1]], k, v, causal, queries, sinks)
         return [out, *torch.autograd.grad(out, leaves, grad[rows[-1]])]
-    # Use the second to last rank of the ring. Its queries attend to all or half of the keys of each other rank.
+    # Use the second to last rank of the ring. The queries of this rank attend to all or half of the keys of every other
+    # rank.
     rank = max(0, case.ranks - 2)
     sources = [(rank - step) % case.ranks for step in range(case.ranks)]
     tiles = {source: Ring(Axis(), spans[rank], (spans[source],), causal).tiles(0) for source in sources}

@@ -1,5 +1,5 @@
-"""Attention with an fp8 forward pass. The tests cover the error, the interpreted Triton kernel, the compiled Triton
-kernel, calls of FlashAttention-3, the choice of a kernel, and planned memory."""
+"""Tests of attention with an fp8 forward pass. The tests cover the error, the interpreted Triton kernel, the compiled
+Triton kernel, calls of FlashAttention-3, the choice of a kernel, and planned memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fusion of fp8 casts and bias gradient sums into the operations before and after linear layers. The fused model equals
-the model without these fusions. Both models are bit-identical if the order of rounding is the same."""
+"""Tests that fuse fp8 casts and bias gradient sums into the operations before and after linear layers. The fused model
+equals the model without these fusions. Both models are bit-identical if the order of rounding is the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""At the start of a run, kernels are compared with torch. A wrong, failing or slow kernel is not used; a single line
-reports this."""
+"""At the start of a run, kernels are compared with torch. A kernel that is wrong, fails or is slow is not used. The run
+reports such kernels in a single line."""
 
 from __future__ import annotations
 

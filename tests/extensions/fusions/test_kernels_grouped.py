@@ -1,5 +1,5 @@
-"""Kernels for expert weight gradients. The kernels run in Triton's interpreter and are compared with one GEMM per
-expert. The choice of a kernel is also tested."""
+"""Tests of kernels for expert weight gradients. The kernels run in Triton's interpreter and are compared with one GEMM
+per expert. The choice of a kernel is also tested."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton kernels for norms with fused casts and sums, and for the gradient cast of the attention projection. The
-kernels are compared with their plain-torch versions, and their compiled code is checked."""
+"""Tests of Triton kernels for norms with fused casts and sums, and for the gradient cast of the attention projection.
+The kernels are compared with their plain-torch versions, and their compiled code is checked."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ SAMPLES = torch.tensor([3, 8])
 
 
 def of_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """Apply dropout to the second half of x and add it to the first half. Return the sine of the sum and the normalized
-    sum."""
+    """Apply dropout to the second half of x and add it to the first half. Return the sine of the sum, concatenated with
+    the RMS norm of the sum."""
     x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
     arguments = 0.3, 1234567, SAMPLES, 7
     if compiled:

@@ -218,9 +218,10 @@ def test_compiled_regions_build_fused_layers() -> None:
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
     """Run a training step.
 
-    Returns two values. The first is a list with one boolean per layer, which is True if the layer leaves its last
-    addition to the next norm. The second is the largest number of units with unsharded parameters, and the largest
-    number of units with unsharded gradients.
+    The function returns two values. The first is a list with one boolean per layer, which is True if the layer leaves
+    its last addition to the next norm. The second is a tuple of two numbers: the largest number of sharding units (such
+    as layers) whose parameters are unsharded at the same time, and the largest number of units whose gradients are
+    unsharded.
     """
     with local_run(config_of(flags, world_size), rank, world_size) as run:
         train_step(run)

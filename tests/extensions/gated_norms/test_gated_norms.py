@@ -1,5 +1,5 @@
-"""Parallel layouts of models with gated norms and gated latent attention are compared with one process. The tests of
-Hugging Face families compare logits and gradients with those of transformers."""
+"""Parallel layouts of models with gated norms and gated latent attention are compared with one process. The tests in
+tests/extensions/hugging_face compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 

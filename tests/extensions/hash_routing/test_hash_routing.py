@@ -1,5 +1,5 @@
-"""Tests of hash routing: the hash tables, and the values that are saved for the backward pass. The tests of Hugging
-Face families compare selected experts and their weights with those of DeepSeek-V4."""
+"""Tests of hash routing: the hash tables, and the values that are saved for the backward pass. The tests in
+tests/extensions/hugging_face compare selected experts and their weights with those of DeepSeek-V4."""
 
 from __future__ import annotations
 

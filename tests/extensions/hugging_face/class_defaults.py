@@ -1,4 +1,4 @@
-"""Write the table of defaults of the configuration classes in the installed transformers.
+"""Write a table with the default values of the configuration classes in the installed transformers.
 
     python -m tests.extensions.hugging_face.class_defaults
 

@@ -80,7 +80,7 @@ def model_with(model_type: str, settings: Mapping[str, Any]) -> Any:
 @torch.no_grad()
 def exact(model: Any) -> Any:
     """Fill a model with random weights, none of which keeps a special value such as 0 or 1. Replace BLOOM's GeLU, whose
-    constants have only eight digits, with torch's. Let the embedding of the padding token receive gradients."""
+    constants have only eight digits, with torch's. Also make the embedding of the padding token receive gradients."""
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for name, buffer in model.named_buffers():

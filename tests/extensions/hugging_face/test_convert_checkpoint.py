@@ -162,8 +162,8 @@ def overlapping(data: bytes) -> bytes:
 
 
 def index(place: str, *more: str) -> Damage:
-    """Return a function that damages a folder by writing an index file. The index says that all weights, and `more`,
-    are in the file `place`. The weights are actually in shard.safetensors."""
+    """Return a function that damages a folder by writing an index file. According to the index, all weights and the
+    tensors in `more` are in the file `place`. The weights are actually in shard.safetensors."""
 
     def damage(folder: Path) -> None:
         shutil.copy(folder / SAFE, folder.parent / "outside.safetensors")

@@ -1,5 +1,5 @@
-"""Multi-token prediction modules in Hugging Face folders: losses and gradients equal those of transformers, and files
-are byte-identical."""
+"""Tests of multi-token prediction modules in Hugging Face folders. Losses and gradients equal those of transformers,
+and round trips do not change a byte of the files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[s
 
 
 def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str, Tensor]:
-    """Return the given tensors and copies of the embedding and the output layer. DeepSeek stores such copies in each
+    """Return the given tensors and copies of the embedding and the output layer. DeepSeek stores these copies in each
     multi-token prediction module."""
     pairs = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     added = {f"model.layers.{layers + d}.{x}": stored[y] for d in range(depths) for x, y in pairs.items()}

@@ -58,8 +58,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         *("== 2 * config.ffn_sizes[0]", "== config.ffn_sizes[0]"),
     ),
 }
-"""Each mutant: the case in `CASES` that detects it, the mutated function, text that occurs once in the function's
-source, and the replacement text."""
+"""Each mutant consists of the case in `CASES` that detects the mutant, the mutated function, text that occurs once in
+the function's source, and the replacement text."""
 
 
 @pytest.mark.parametrize("name", [name for name, (case, *_) in MUTANTS.items() if case in CASES])

@@ -1,5 +1,5 @@
 """Tests of hyper-connections. A layer with a single stream equals a plain layer. Precision and memory plans are also
-tested. The tests of Hugging Face families compare logits and gradients with those of DeepSeek-V4."""
+tested. The tests in tests/extensions/hugging_face compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 

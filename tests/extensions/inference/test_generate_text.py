@@ -1,4 +1,4 @@
-"""tools/generate_text.py with a trained checkpoint: prompts, JSON lines and chat, under several layouts."""
+"""Tests of tools/generate_text.py with a trained checkpoint: prompts, JSON lines and chat, under several layouts."""
 
 from __future__ import annotations
 

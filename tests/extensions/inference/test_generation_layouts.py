@@ -1,4 +1,4 @@
-"""Comparison of generated text under layouts of several ranks with that of one process."""
+"""Text that is generated under layouts with several ranks is compared with text that one process generates."""
 
 from __future__ import annotations
 

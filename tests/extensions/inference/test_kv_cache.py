@@ -1,4 +1,4 @@
-"""KV cache: texts that are read in parts have the same logits as whole texts."""
+"""Tests of the KV cache. Texts that are read in parts have the same logits as texts that are read as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/serve.py with a checkpoint, on one rank and on several."""
+"""Tests of tools/serve.py with a checkpoint, on one rank and on several ranks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def measured(pid: int) -> Sample:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process."""
+    """Return the ids of the child processes of a process."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -1,5 +1,5 @@
-"""If a job continues on fewer ranks, it chooses a valid layout with the same batch size. It keeps the run's own layout
-if no other layout is better."""
+"""A job that continues on fewer ranks chooses a valid layout with the same batch size. The job keeps the layout of the
+run if no other layout is better."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Restarts of ranks within the job. The tests cover which exits cause a restart, how often ranks are restarted, and
-that all ranks are restarted together."""
+"""Tests of restarts of ranks within the job. The tests cover which exits cause a restart, how often ranks are
+restarted, and that all ranks are restarted together."""
 
 from __future__ import annotations
 
@@ -199,10 +199,10 @@ def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch
 
     def attempt(rank: int, number: int) -> int:
         if number == 0 and rank == 0:
-            (store,) = stores  # the store process that the rank's parent started before the fork
-            time.sleep(restarts.ASK / 2)  # stop the store between two reads by the parent
+            (store,) = stores  # The rank's parent started the store process before the fork.
+            time.sleep(restarts.ASK / 2)  # Stop the store between two reads by the parent.
             os.kill(store, signal.SIGSTOP)
-            wait_for(lambda: process_state(store) == "T")  # the kernel stops the process a moment later
+            wait_for(lambda: process_state(store) == "T")  # The kernel stops the process a moment later.
             if resumed == "while the child waits":
                 wait_for(lambda: process_state(store) != "T")
             return 1

@@ -1,4 +1,5 @@
-"""Runs that lose ranks together with their processes: spares take over, and the result is bitwise the same."""
+"""Tests of runs that lose ranks together with the ranks' processes. Spare ranks take over, and the result is bitwise
+the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of Kimi Delta Attention. The chunked computation is compared with the recurrence. The tests of Hugging Face
-families compare logits, gradients and greedy text."""
+"""Tests of Kimi Delta Attention. The chunked computation is compared with the recurrence. The tests in
+tests/extensions/hugging_face compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 

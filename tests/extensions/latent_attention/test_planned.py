@@ -1,4 +1,4 @@
-"""Multi-latent attention: planned FLOPs, activations and collectives, and the compiled region."""
+"""Tests of multi-latent attention: planned FLOPs, activations and collectives, and the compiled region."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pure.test_regions import ANGLES, check_region, compiles
 
 def test_flops_of_latent_attention() -> None:
     """For each query, a head multiplies the keys (10 channels) and the values (5 channels) of half of the tokens. Each
-    channel costs 2 FLOPs, in three passes."""
+    channel costs 2 FLOPs per pass, and the backward pass counts as two passes."""
     config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
     for more in ({}, {"window_size": 100}):  # sequences of 600 tokens have several diagonal tiles

@@ -1,5 +1,5 @@
-"""Tests of lightning attention's decay rates and FLOPs. The tests of Hugging Face families compare logits, gradients
-and greedy text."""
+"""Tests of lightning attention's decay rates and FLOPs. The tests in tests/extensions/hugging_face compare logits,
+gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""--document-loss-log: the evaluation loss of each document equals the mean loss of its tokens, under every layout."""
+"""With --document-loss-log, the logged evaluation loss of each document equals the mean loss of the document's tokens,
+under every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metric records as a Prometheus server reads them, parsed with Prometheus's own parser."""
+"""Metric records are served in Prometheus's format, and the tests parse them with Prometheus's own parser."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests of Mamba-2. The chunked computation is compared with the recurrence, and initial values are checked. The tests
-of Hugging Face families compare logits, gradients and greedy text."""
+in tests/extensions/hugging_face compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of Mamba-1. The scan is compared with the recurrence, and initial values are checked. The tests of Hugging Face
-families compare logits, gradients and greedy text."""
+"""Tests of Mamba-1. The scan is compared with the recurrence, and initial values are checked. The tests in
+tests/extensions/hugging_face compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 

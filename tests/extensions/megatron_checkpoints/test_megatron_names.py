@@ -1,4 +1,4 @@
-"""Parameter names in Megatron-LM checkpoints, and the file names that identify such a checkpoint."""
+"""Tests of parameter names in Megatron-LM checkpoints, and of the file names that identify a Megatron-LM checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of data sets and weights, given in files or in the syntax of Megatron-DeepSpeed."""
+"""Tests of lists of data sets and weights that are given in files or in the syntax of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM forks whose features are provided by this repository's examples."""
+"""Tests of flags of Megatron-LM forks whose features are provided by this repository's examples."""
 
 from __future__ import annotations
 

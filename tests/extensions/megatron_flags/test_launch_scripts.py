@@ -1,5 +1,5 @@
-"""Launch scripts as users of Megatron-LM and Megatron-DeepSpeed write them. The scripts run unchanged; the tests only
-append flags that make the model small."""
+"""Tests of launch scripts that users of Megatron-LM and Megatron-DeepSpeed would write. The scripts run unchanged; the
+tests only append flags that make the model small."""
 
 from __future__ import annotations
 

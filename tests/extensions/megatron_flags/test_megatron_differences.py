@@ -1,5 +1,6 @@
-"""`tools/translate_flags.py --list`: the treatment of each Megatron-LM flag that this program lacks, and the known
-differences, which are printed if they affect the flags."""
+"""Tests of `tools/translate_flags.py --list`, which lists the treatment of each Megatron-LM flag that this program
+lacks. The known differences between the programs are also tested; a difference is printed if it affects the given
+flags."""
 
 from __future__ import annotations
 

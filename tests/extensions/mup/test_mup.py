@@ -1,5 +1,5 @@
-"""The multipliers of muP and CompleteP are compared with the papers and with Megatron-LM. The parity matrix tests the
-layouts."""
+"""The multipliers of muP and CompleteP are compared with the papers and with Megatron-LM. The parity matrix
+(tests/parity) tests them under parallel layouts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stds(flags: str, *names: str) -> list[float]:
     """Return the standard deviations of the initial values of parameters."""
     config = config_of(flags)
     initial = replace(config.model.initial, rules=config.optimizer.parameter_rules)
-    # The metadata without --use-mup has the initial values before any rule changes them.
+    # Without --use-mup, the metadata contains the initial values before any rule changes them.
     metas = metas_of(config_of(flags.replace("--use-mup", "")))
     found = [initial.complete(replace(metas[name], init=None)).init for name in names]
     return [each.std for each in found if each is not None]

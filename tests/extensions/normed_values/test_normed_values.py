@@ -1,5 +1,5 @@
 """Models in which layers reuse the keys and values of earlier layers are compared between parallel layouts and one
-process. The tests of Hugging Face families compare logits and gradients with those of transformers."""
+process. The tests in tests/extensions/hugging_face compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 

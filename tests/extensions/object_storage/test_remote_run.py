@@ -1,4 +1,4 @@
-"""Runs that save to an S3 server."""
+"""Tests of runs that save to an S3 server."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("layers", "flags"), RUNS)
 def test_offloading_changes_no_bit(layers: int, flags: str) -> None:
-    """The runs train in a 16-bit format. The parity matrix covers the other layouts."""
+    """The runs train in a 16-bit format. The parity matrix (tests/parity) covers other layouts."""
     plain = f"{COMMON} {flags}".split()
     offload = f"--cpu-offloading --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1".split()
     found = list(differences(train_in_world(2, plain), train_in_world(2, [*plain, *offload])))

@@ -1,5 +1,5 @@
 """Tests of --optimizer-cpu-offload, which keeps optimizer states in host memory. Results are bit-identical, checkpoints
-are the same, and the planned bytes on device and host are used."""
+are the same, and the memory used on device and host equals the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans with weights in host memory: bytes on device and host, and the time of copies that do not overlap with
+"""Tests of plans with weights in host memory: bytes on device and host, and the time of copies that do not overlap with
 computation."""
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def test_a_plan_states_the_missing_host_memory() -> None:
 
 
 def test_files_contain_the_matrices_instead_of_host_memory() -> None:
-    """Llama 3.1 8B on a host of any size: files contain 18 bytes per matrix element."""
+    """With its weights in files, Llama 3.1 8B needs almost no host memory. The files contain 18 bytes per matrix
+    element."""
     memory = planned(f"{LLAMA_8B} --offload-weights-folder FOLDER").plan.memory
     assert memory.disk == 18 * MATRICES and memory.host < 10 * 2**20
     device, config = read_device("rtx4090"), config_of(f"{LLAMA_8B} --offload-weights-folder FOLDER")
@@ -86,7 +87,8 @@ def test_the_step_of_llama_8b_waits_for_copies_and_for_the_host() -> None:
     device = replace(read_device("rtx4090"), host_gb_per_second=25.0, host_update_gb_per_second=50.0)
     config = config_of(LLAMA_8B)
     step = predict_step(config, 1, device, cache=CACHE)
-    # States are read and written, parameters are moved twice and gradient sums four times.
+    # Per matrix element, 12 bytes of states are read and written, and 2 + 4 * 4 bytes of parameters and gradient sums
+    # are moved.
     moved = 2 * 12 * MATRICES + (2 + 4 * 4) * MATRICES
     assert step.parts["optimizer"] == pytest.approx(moved / 50e9, rel=0.01)
     fast = predict_step(config, 1, replace(device, host_gb_per_second=1e6), cache=CACHE)

@@ -31,7 +31,7 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def test_every_layout_makes_the_same_updates_in_fp8() -> None:
     """The updates include random rounding: the random bits depend only on the element, and no layout splits a block
-    that shares a scale. The parity matrix tests states in 16 bits."""
+    that shares a scale. The parity matrix (tests/parity) tests states in 16 bits."""
     flags = f"{MODEL} --fp64 {MOMENTS['fp8']}"
     alone = train_in_world(1, flags.split())
     sharded = [(2, f"{STRATEGY} {strategy}") for strategy in SHARDED]
@@ -163,6 +163,6 @@ def test_sharding_changes_no_bit_of_low_precision_states(case: tuple[int, str]) 
     )
     for found in sharded:
         assert not found.replica_errors
-        # The norm is summed in a different order.
+        # The gradient norm may differ, because it is summed in a different order.
         keys = [key for key in plain.tensors if not key.endswith("grad_norm")]
         assert [key for key in keys if not plain[key].equal(found[key])] == []

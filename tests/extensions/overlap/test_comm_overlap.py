@@ -1,5 +1,5 @@
 """Overlapped tensor-parallel layers compute the same results as plain layers and send the same number of bytes. The
-parity matrix trains with overlapped layers."""
+parity matrix (tests/parity) trains models with overlapped layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed documents as training data: their samples, the flags that depend on packing, and runs under several
+"""Tests of training on packed documents: the samples, the flags that depend on packing, and runs under several
 layouts."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Layers in which attention runs in parallel with Mamba-2. The tests cover gates without a norm, parameter counts and
-FLOPs. The tests of Hugging Face families compare logits, gradients and greedy text."""
+"""Tests of layers in which attention runs in parallel with Mamba-2. The tests cover gates without a norm, parameter
+counts and FLOPs. The tests in tests/extensions/hugging_face compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample of the campaign of random faults: twelve faults of ten kinds."""
+"""Run a small part of the campaign of random faults (`campaign.py`): twelve faults of ten kinds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Copies in memory are used only if they belong to the current content of the --save folder. The same path is not
-enough."""
+"""Copies in memory are used only if they belong to the current content of the --save folder, not only to its path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models with per-layer embeddings are compared between parallel layouts and one process. The tests of Hugging Face
-families compare logits and gradients with those of transformers."""
+"""Models with per-layer embeddings are compared between parallel layouts and one process. The tests in
+tests/extensions/hugging_face compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs across a phase change are killed near the change, resumed under another layout, and compared with one
+"""Runs that include a phase change are killed near the change, resumed under another layout, and compared with one
 process."""
 
 from __future__ import annotations

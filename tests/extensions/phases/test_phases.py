@@ -1,5 +1,5 @@
-"""--data-phases: the beginnings of phases, the settings that phases change, and error messages that report all mistakes
-of a file at once."""
+"""Tests of --data-phases: the beginnings of phases, the settings that phases change, and error messages that report all
+mistakes in a file at once."""
 
 from __future__ import annotations
 

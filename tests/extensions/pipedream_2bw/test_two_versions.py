@@ -112,7 +112,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
 
 @pytest.mark.grid("model", [""], ["", EXPERTS])
 def test_one_process_follows_the_formula(model: str) -> None:
-    """The parity matrix tests the layouts."""
+    """The parity matrix (tests/parity) compares parallel layouts with one process."""
     plain = f"{MODEL} --fp64 {model}".split()
     (expected,) = run_world(1, by_copies, plain)
     assert run_world(1, trained, config_of(f"--fp64 {model}", 1)) == [(expected, [True] * STEPS)]

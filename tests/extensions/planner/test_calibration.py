@@ -1,5 +1,5 @@
-"""Device files fitted to measured times: the fit is exact for times that follow the model, and files survive a round
-trip."""
+"""Tests of fitting device files to measured times. The fit is exact for times that follow the model, and files survive
+a round trip."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def h100() -> DeviceFile:
 
 
 def measured(device: DeviceFile) -> fit.Measured:
-    """Return the measurements that a device with these constants would give."""
+    """Return the measurements that a device with the constants in `device` would give."""
     kernel, width, lengths = "flash", 128, (512, 2048, 8192)
 
     def attention(length: int, way: bool) -> tuple[Attention, float]:

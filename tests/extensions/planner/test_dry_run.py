@@ -125,8 +125,8 @@ def test_plan_is_printed() -> None:
 
 
 def test_bytes_of_states_match_the_plan_as_json(tmp_path: Path) -> None:
-    """The test compares the bytes of each rank, and of states and slots in host memory. test_measured_memory.py
-    compares the plan with runs."""
+    """The test compares the bytes of each rank, and the bytes of optimizer states and copy buffers in host memory.
+    test_measured_memory.py compares the plan with runs."""
     offload = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
     shown = pretrain(f"{RIGHT} {offload} --json {tmp_path / 'plan.json'}", code=0).stdout
     first, *_ = ranks = json.loads((tmp_path / "plan.json").read_text())["memory"]

@@ -1,4 +1,4 @@
-"""Planned GEMMs of experts: one kernel for all experts, or one per expert."""
+"""Tests of the planned GEMMs of experts: one kernel for all experts, or one kernel per expert."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""In plans for GPUs, tiled attention returns fake outputs. Their shapes equal those of the outputs that plain torch
-computes."""
+"""In plans for GPUs, tiled attention returns fake outputs. The fake outputs have the same shapes as the outputs that
+plain torch computes."""
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ FEW_KINDS, OF_NORMS = ("none", "core_attn", "all", "full"), ("none", "full", "la
 
 
 def over_two_ranks() -> list[Case]:
-    """Return cases that combine each model style with some kinds of recomputation. Layouts and stages are used in
-    turn."""
+    """Return cases that combine each model style with some kinds of recomputation. Layouts and stages are assigned to
+    the cases in turn."""
     found = grid(STYLES | DROPOUT, FEW_KINDS, LAYOUTS, (WHOLE, LAST, MIDDLE))
     of_fp8 = {name: STYLES[name] for name in ("gpt", "llama", "qwen3", "bloom")}
     found += grid(of_fp8, FEW_KINDS, [FP8_LAYOUT], (WHOLE, LAST, MIDDLE))
@@ -321,8 +321,8 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
 
 
 def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
-    """With fp32 sums, GPUs add the product of 16-bit matrices to the sum directly. With bf16 sums, one fp32 product
-    needs memory at a time."""
+    """With fp32 sums, GPUs add the product of 16-bit matrices to the sum directly. With bf16 sums, only one fp32
+    product at a time needs memory."""
     parallel = ModelParallelConfig(bf16=True)
     batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
     both = (replace(batch, bf16_sums=sums) for sums in (False, True))

@@ -1,5 +1,5 @@
 """If the output layer and the loss are computed in chunks of tokens, the planned bytes equal those of a real pipeline
-stage. This holds for kept bytes and for peaks."""
+stage. The tests compare the bytes that are kept between passes, and the peaks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def forget_gradient(parameter: Tensor) -> None:
 
 
 def measured(batch: MicroBatch, stage: Stage, state: ParallelState | None = None) -> tuple[int, int, int]:
-    """Build a pipeline stage. Return the bytes that it keeps between its two passes, and the peak bytes of each pass.
-    Weights and weight gradients are not counted."""
+    """Build a pipeline stage. Return the bytes that the stage keeps between its forward and backward pass, and the peak
+    bytes of each pass. Weights and weight gradients are not counted."""
     weights = WeightSetup("cpu", initialize=False)
     built = GPTModel(batch.model, batch.parallel, state, stage, weights=weights).train()
     dtype = getattr(torch, batch.parallel.params_dtype)

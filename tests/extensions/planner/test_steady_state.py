@@ -1,5 +1,5 @@
-"""Simulation of consecutive steps that update weights before the gradient norm is known. The tests check the step time
-and the actions for which ranks wait."""
+"""Tests of a simulation of consecutive steps, each of which updates weights before the gradient norm is known. The
+tests check the step time and the actions for which ranks wait."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
 """Number of ranks, flags, and number of rolled-back steps among the first three steps (None if unknown), keyed by case.
-The parity matrix tests other layouts."""
+The parity matrix (tests/parity) tests other layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:

@@ -39,7 +39,8 @@ def deafen(box: Box) -> None:
 
 
 def datagrams(box: Box, host: int) -> tuple[int, int]:
-    """Return (number of received UDP messages, number of sent UDP messages) of all processes on a host."""
+    """Return two numbers: the UDP messages that all processes on a host have received, and the UDP messages that they
+    have sent."""
     lines = box.run(host, "cat", "/proc/net/snmp").splitlines()
     names, values = (line.split() for line in lines if line.startswith("Udp: "))
     counts = dict(zip(names, values, strict=True))

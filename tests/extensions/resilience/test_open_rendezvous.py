@@ -1,4 +1,5 @@
-"""The torchrun rendezvous for jobs that may lose hosts. Its calls return even if the store does not answer."""
+"""Tests of the torchrun rendezvous for jobs that may lose hosts. Calls of the rendezvous return even if the store does
+not answer."""
 
 from __future__ import annotations
 

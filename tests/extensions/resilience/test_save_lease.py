@@ -324,7 +324,7 @@ def test_only_one_of_two_runs_holds_a_lease_in_object_storage(monkeypatch: pytes
     assert not Objects.content_of
     first.acquire()
     first.check()
-    first._closed.set()  # ends the lease's own renewals
+    first._closed.set()  # ends the thread that renews the lease
     time.sleep(0.1)
     Objects.content_of[str(URL / LEASE)] = first._next().replace(first._owner["token"].encode(), b"other")
     with pytest.raises(LeaseError, match="and has taken over while this run was suspended"):

@@ -1,5 +1,5 @@
-"""RG-LRU: initial values, FLOPs and the compiled region. The tests of Hugging Face families compare logits, gradients
-and greedy text."""
+"""Tests of RG-LRU: initial values, FLOPs and the compiled region. The tests in tests/extensions/hugging_face compare
+logits, gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run that rolls back at a spike is bitwise equal to a run with flags that skip the same batches. This holds for each
-source of the restored states."""
+"""A run that rolls back at a spike is bitwise equal to a run with flags that skip the same batches. The tests restore
+the states from each possible source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Compressed attention is compared with a plain implementation. The loss of the indexer and the memory use are also
-tested. The tests of Hugging Face families compare logits and gradients with those of DeepSeek-V4."""
+tested. The tests in tests/extensions/hugging_face compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 

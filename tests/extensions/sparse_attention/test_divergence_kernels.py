@@ -1,4 +1,4 @@
-"""Triton kernels for the loss of the indexer. The kernels run in Triton's interpreter and are compared with plain
+"""Tests of Triton kernels for the indexer loss. The kernels run in Triton's interpreter and are compared with plain
 torch. The kernels are also compiled for GPUs."""
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_edited_kernels_differ(names: Sequence[str]) -> None:
 
 @apart(interpret=True)
 def test_interpreted_kernels_pass_the_startup_comparison() -> None:
-    """The test makes the comparison that a run makes at its start, on the operands of its layers."""
+    """The test runs the comparison that a training run makes at its start, with the operands of the run's layers."""
     interpreted()
     kernels = interpreted_divergence()
     flags = f"{TINY} --num-layers 2 --seq-length 16 --vocab-size 12 --bf16 --multi-latent-attention {RUNS['dsa']}"

@@ -1,5 +1,5 @@
-"""Triton kernels for attention to selected keys. The kernels run in Triton's interpreter and are compared with plain
-torch. The kernels are also compiled for GPUs."""
+"""Tests of Triton kernels for attention to selected keys. The kernels run in Triton's interpreter and are compared with
+plain torch. The kernels are also compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ RUNS = {
 @pytest.mark.grid("kind", ["compressed"], ["dsa", "compressed"])
 @apart(interpret=True)
 def test_interpreted_kernels_pass_the_startup_comparison(kind: str) -> None:
-    """The test makes the comparison that a run makes at its start, on the operands of its layers."""
+    """The test runs the comparison that a training run makes at its start, with the operands of the run's layers."""
     kernels = interpreted()
     kernels.suits = lambda q, width: True
     kernels.adds_gradients = lambda device, keys, count: True

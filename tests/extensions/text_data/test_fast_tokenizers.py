@@ -1,4 +1,4 @@
-"""gigatoken replaces the package tokenizers only if both return the same ids."""
+"""The package `gigatoken` replaces the package `tokenizers` only if both packages return the same ids."""
 
 from __future__ import annotations
 

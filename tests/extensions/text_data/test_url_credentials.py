@@ -1,4 +1,4 @@
-"""Credentials in data URLs are used for the connection but written nowhere."""
+"""Credentials in data URLs are used for the connection, but are never written to logs, messages or files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_saved_urls_ask_for_their_credentials() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Server that sends a text file to clients with the password or the signature."""
+    """HTTP handler that sends a text file to clients that supply the password or the signature."""
 
     protocol_version = "HTTP/1.1"
     text = b'{"text": "some words of a document"}\n' * 60

@@ -1,5 +1,5 @@
-"""A mixture of experts that starts from a dense model computes the same as that model, under any layout, and continues
-training."""
+"""A mixture-of-experts model that starts from a dense model computes the same outputs as the dense model, under any
+layout, and continues training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zero-bubble schedules have the bubbles and memory that their paper states."""
+"""The zero-bubble schedules have the bubbles and the memory that the zero-bubble paper states."""
 
 import pytest
 from hypothesis import given, settings
