@@ -27,7 +27,7 @@ from megatron.training.reliability.visible_text import visible_output
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse and validate the flags, then train. Returns the exit code (`megatron.training.reliability.run_status`)."""
+    """Parse and validate the flags, then train. Return the exit code (`megatron.training.reliability.run_status`)."""
     load()
     hold_ignored_signals()
     skip_final_collection()

@@ -32,7 +32,7 @@ a point where the loss is not differentiable, such as the kink of ReLU."""
 
 
 def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:
-    """Compare each parameter's gradient with a finite difference of the loss. Returns pairs (parameter, relative
+    """Compare each parameter's gradient with a finite difference of the loss. Return pairs (parameter, relative
     difference) in the order of the backward pass.
 
     `config` must be a configuration for a single process in fp64. Auxiliary losses are disabled, because they add to

@@ -368,8 +368,9 @@ def kind_of(key: str) -> str:
 
 
 def floors_of(*snapshots: Snapshot) -> dict[str, float]:
-    """Return a dict from each key to its floor. A relative difference is computed by dividing by the norm of the tensor
-    or, if the floor is larger, by the floor."""
+    """Return the floor of each tensor, which is the smallest divisor for its relative differences. The dict is keyed by
+    tensor. A relative difference is computed by dividing by the norm of the tensor or, if the floor is larger, by the
+    floor."""
     largest: dict[str, float] = {}
     for snapshot in snapshots:
         for key, value in snapshot.tensors.items():
@@ -401,7 +402,7 @@ def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> 
     """Return a mask of the parameter elements whose gradients are pure rounding noise.
 
     The mask selects an element if its gradient is at most `tolerance` times the tensor's floor (`floors_of`) in every
-    step, and is not zero in at least one step. Returns None if the snapshots contain no gradient of the parameter
+    step, and is not zero in at least one step. Return None if the snapshots contain no gradient of the parameter
     `name`.
     """
     floors, largest = floors_of(a, b), None

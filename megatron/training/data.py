@@ -106,7 +106,7 @@ class TrainingData:
         return EvaluatedSets(sets, split, self.eval_iters)
 
     def add_source_ids(self) -> None:
-        """After this call, every micro-batch contains the data source index of each sample (`Batch.source_ids`)."""
+        """Add the data source index of each sample to all further micro-batches (`Batch.source_ids`)."""
         for each in self._iterators():
             each.with_sources = True
 
@@ -297,7 +297,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
 def with_tokens(config: RunConfig) -> DatasetConfig:
     """Replace text files in the data flags with indexed datasets. Datasets that do not exist yet are built.
 
-    If text files have problems, raises a ValueError that lists all of them.
+    If text files have problems, the function raises a ValueError that lists all of them.
     """
     prepare = partial(load_extensions, loaded_extensions())
     if config.data.dataset != "gpt":

@@ -100,8 +100,8 @@ def summed_loss(
 ) -> tuple[float, float, Record] | None:
     """Evaluate `steps` batches without dropout. Collective.
 
-    Returns (loss sum, number of tokens, values that the meters report), equal on every rank. The sum covers the tokens
-    that the loss mask selects. Returns None if the run is asked to stop before the evaluation ends.
+    Return (loss sum, number of tokens, values that the meters report), equal on every rank. The sum covers the tokens
+    that the loss mask selects. Return None if the run is asked to stop before the evaluation ends.
 
     Args:
         run: The run.

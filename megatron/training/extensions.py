@@ -141,7 +141,7 @@ def extension_flags(
 
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
     """Import each extension once per process. Each name is either the path of a .py file, or a module name such as
-    `package.module`. Returns the names with absolute paths. Raises ExtensionError if an extension cannot be imported.
+    `package.module`. Return the names with absolute paths. Raises ExtensionError if an extension cannot be imported.
     """
     return tuple(dict.fromkeys(_load(name) for name in names))
 
@@ -257,7 +257,7 @@ def _import_file(path: Path) -> str:
 
 def problem_in_extension(error: BaseException) -> Problem | None:
     """Convert an error from the code of an extension to a problem with the text `file:line: Kind: message`. The error,
-    or one of its causes, must have been raised by the extension after its import. Returns None for any other error."""
+    or one of its causes, must have been raised by the extension after its import. Return None for any other error."""
     if (found := place_in_extension(error)) is None:
         return None
     cause, place = found
@@ -266,8 +266,8 @@ def problem_in_extension(error: BaseException) -> Problem | None:
 
 
 def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
-    """Find the line of an extension that raised `error` or one of the causes of `error`. Returns the raised exception,
-    and the line as `file:line`. Returns None if no extension raised one of these exceptions."""
+    """Find the line of an extension that raised `error` or one of the causes of `error`. Return the raised exception,
+    and the line as `file:line`. Return None if no extension raised one of these exceptions."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:

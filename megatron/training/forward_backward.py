@@ -90,7 +90,7 @@ class ForwardBackward:
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-        """Set the loss seed and the factor for auxiliary losses in all micro-batches. Returns these micro-batches, and
+        """Set the loss seed and the factor for auxiliary losses in all micro-batches. Return these micro-batches, and
         the number of valid tokens in the global batch."""
         total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.counting_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
@@ -162,7 +162,7 @@ class Pipeline:
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
         """Run the forward and backward passes of the micro-batches. Each loss sum is multiplied by `seed` before its
-        backward pass. Returns the loss sum of each micro-batch on the last stage, and an empty list on other stages."""
+        backward pass. Return the loss sum of each micro-batch on the last stage, and an empty list on other stages."""
         lists = self.lists(len(batches), in_turns=self.passes.pair.in_turns)
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 

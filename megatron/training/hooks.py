@@ -148,10 +148,10 @@ class Exporter(Protocol):
         """Register a complete checkpoint, which is not deleted while `held` of `Callback.exporter` contains it."""
 
     def poll(self, wait: bool = False) -> list[str]:
-        """Continue the current export or, if `wait` is True, complete all exports. Returns lines to print."""
+        """Continue the current export or, if `wait` is True, complete all exports. Return lines to print."""
 
     def abandon(self) -> list[str]:
-        """Abandon unfinished exports because the process must exit. Returns lines to print."""
+        """Abandon unfinished exports because the process must exit. Return lines to print."""
 
 
 class Meter:
@@ -407,7 +407,7 @@ class Parts:
     metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def with_registered(self, config: RunConfig) -> Parts:
-        """Return new parts: the registered callbacks, followed by these callbacks, and the metrics of all of them."""
+        """Return `Parts` with the registered callbacks, these callbacks, and the metrics of both."""
         callbacks = (*(registered(name, config) for name in CALLBACKS.wanted(config)), *self.callbacks)
         metrics = {name: measure for callback in callbacks for name, measure in callback.metrics().items()}
         return Parts(callbacks, metrics | dict(self.metrics))

@@ -96,7 +96,7 @@ def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
 
 def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> RunConfig:
     """Recompute the derived lengths of a run, such as the number of iterations, for the position at which the run
-    resumes. Returns the new configuration."""
+    resumes. Return the new configuration."""
     given = with_named(replace(config, past_batches=progress.past_batches), dict(config.given))
     found = resolve(given, runtime.launch.world_size, config.model.vocab_size)
     return replace(config, training=found.training, optimizer=found.optimizer, past_batches=progress.past_batches)

@@ -59,7 +59,7 @@ class StepGuard:
 
     def settle(self) -> bool:
         """Read the verdict on the last step and act on it. Call this method once per step. The call waits for the
-        device. It is collective if the loss or gradient was not finite. Returns True if a callback's search for the
+        device. It is collective if the loss or gradient was not finite. Return True if a callback's search for the
         cause may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
         """
         self._optimizer.end_update()

@@ -123,7 +123,7 @@ def end_callbacks(run: TrainingRun) -> str:
     """Call `on_end` of all callbacks. Collective.
 
     The run has ended and is saved, so an exception in a callback must not change the run's result. The function prints
-    the message of the first exception, and returns this message on every rank. Returns an empty string if no callback
+    the message of the first exception, and returns this message on every rank. Return an empty string if no callback
     raised an exception.
     """
     raised = []

@@ -28,7 +28,7 @@ from megatron.training.train_step import train_step
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
     """Train with a configuration that is resolved and validated for `launch.world_size`.
 
-    The run also uses the callbacks and metrics that extensions have registered, in addition to `parts`. Returns the
+    The run also uses the callbacks and metrics that extensions have registered, in addition to `parts`. Return the
     exit code. Any exception ends all ranks with one report.
     """
     watchdog = Watchdog(launch)
@@ -102,7 +102,7 @@ def next_step(run: TrainingRun) -> bool:
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
     """Perform the tasks that are due now. If `before_step` is True, these are tasks before the next step; otherwise,
-    tasks after the last step. Returns the performed tasks."""
+    tasks after the last step. Return the performed tasks."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]

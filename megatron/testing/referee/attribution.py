@@ -78,7 +78,7 @@ def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
 
 
 def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """Return the cause that explains a wrong gradient; None if there is none."""
+    """Return the cause that explains a wrong gradient; None if no cause is found."""
     if not found.isfinite().all():
         bad = int((~found.isfinite()).sum())
         return f"{bad:,} of {found.numel():,} values are not finite"

@@ -27,7 +27,7 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
         source: The model.
         flags: Flags that select data, or that set values which the model's configuration does not define, such as loss
             coefficients.
-        takes_samples: True if the samples are taken from a data set, False if they are given.
+        takes_samples: True if the samples are taken from a data set, False if a file contains the samples.
 
     Raises:
         ValueError: A flag is unknown, has no effect, or changes the model. The message lists every problem.

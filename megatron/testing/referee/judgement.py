@@ -187,7 +187,7 @@ def next_row_parallel(name: str) -> tuple[str, ...]:
 
 
 def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield the gradient of the loss over only some blocks of the labels in each sample."""
+    """Yield partial sums of the gradient, each from the loss over some blocks of the labels in each sample."""
     length = batch.tokens.shape[1]
     count = _blocks(length)
     bounds = [slice(length * block // count, length * (block + 1) // count) for block in range(count)]

@@ -70,7 +70,7 @@ class Gradients:
 
 
 class GivenSamples:
-    """Dataset of a batch's samples."""
+    """Dataset that contains the samples of a batch."""
 
     fingerprint = "batch"
 

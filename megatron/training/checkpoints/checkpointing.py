@@ -144,8 +144,8 @@ class RunCheckpoint:
         """Load the newest complete and undamaged checkpoint in --load into the parameters and the optimizer. The
         checkpoint may have been saved under any layout.
 
-        Prints which checkpoints were skipped and why, what was loaded, and where the run starts. Returns the position
-        at which the run starts. The run starts at iteration 0 if there is no checkpoint, or with --finetune or
+        The method prints which checkpoints were skipped and why, what was loaded, and where the run starts. Return the
+        position at which the run starts. The run starts at iteration 0 if there is no checkpoint, or with --finetune or
         --reset-iteration.
 
         Args:

@@ -42,7 +42,7 @@ def choose_checkpoint(
     say: Callable[[str], None] = lambda line: None,
     verified: bool = True,
 ) -> Checkpoint | None:
-    """Open the newest complete and undamaged checkpoint. Returns None if there is no checkpoint. Collective over
+    """Open the newest complete and undamaged checkpoint. Return None if there is no checkpoint. Collective over
     `world`.
 
     If `verified` is True, the ranks read all files of a checkpoint and compare them with its manifest. A checkpoint
@@ -94,7 +94,7 @@ def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
 
 
 def verify(folder: PurePath, world: Axis) -> list[str]:
-    """Compare a checkpoint's files with its manifest; each rank reads some of the files. Returns the problems of all
+    """Compare a checkpoint's files with its manifest; each rank reads some of the files. Return the problems of all
     files, equal on all ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
@@ -209,7 +209,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 def _new_phase(config: RunConfig) -> str:
     """Return advice for a user who has changed the data or the sequence length. The advice names flags that divide a
-    run into phases. Returns an empty string if the run already has phases."""
+    run into phases. Return an empty string if the run already has phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -287,9 +287,9 @@ def _frozen_by(saved: RunConfig) -> Iterator[str]:
 
 
 def mismatch_remedy(keys: Sequence[str]) -> str:
-    """Return advice if all keys in `keys`, which do not match the checkpoint, belong to optimizer states; otherwise,
-    return an empty string. Only optimizer states differ, for example, if another version of the program updated some
-    parameters with a different optimizer."""
+    """Return advice if all of `keys` belong to optimizer states; otherwise, return an empty string. `keys` are the keys
+    whose tensors do not match the checkpoint. Only optimizer states differ, for example, if another version of the
+    program updated some parameters with a different optimizer."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
     return "; a different optimizer updated these parameters: add --no-load-optim to start with new optimizer states"

@@ -66,7 +66,7 @@ class RunSaver:
             self.writer.prepare(self.checkpoint.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
-        """Start to save a checkpoint of the current iteration. With --no-async-save, the checkpoint is complete when
+        """Start saving a checkpoint of the current iteration. With --no-async-save, the checkpoint is complete when
         this method returns."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()

@@ -247,7 +247,7 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
     """Import the extensions that the command line names. Also import those extensions named in configuration files that
-    are permitted to load. Returns the absolute paths of the extensions.
+    are permitted to load. Return the absolute paths of the extensions.
 
     An extension on the command line replaces an extension with the same file name in a configuration file, for example
     if the extension's file has moved. Raises ExtensionError.
@@ -266,7 +266,7 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
 
 
 def _extensions_in(path: str) -> list[str]:
-    """Return the extensions that the entry `extension` of a flag file lists. Returns an empty list if the file cannot
+    """Return the extensions that the entry `extension` of a flag file lists. Return an empty list if the file cannot
     be read, because that error is reported later."""
     try:
         node = compose(path)

@@ -79,7 +79,7 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 def standing(source: str | PurePath, name: str) -> Standing:
     """Decide whether code may run that is named in the file or folder `source`.
 
-    The record tells which code was used by the run whose folder contains `source`. Returns "recorded" if that run used
+    The record tells which code was used by the run whose folder contains `source`. Return "recorded" if that run used
     this code with its present content, "changed" if it used this code with different content, and "unknown" if there is
     no such run or it did not use this code.
     """
@@ -103,7 +103,7 @@ def code_digest(name: str) -> str | None:
 
     A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
     package and of its parent packages. For a folder, the digest covers all Python and YAML files in it. The digest of a
-    YAML file is the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers
+    YAML file is the digest of the folder that contains the file. Nothing is imported. Return None if the name refers
     to no file or to more than `MOST_FILES` files.
     """
     try:
@@ -154,7 +154,7 @@ def _recorded(run: Path) -> dict[str, str]:
     """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
     folder.
 
-    Returns an empty mapping if there is no valid record. A record is not valid if it belongs to another user, if other
+    Return an empty mapping if there is no valid record. A record is not valid if it belongs to another user, if other
     users may write it, or if it is in the run's folder.
     """
     path = _record_file(run)

@@ -169,7 +169,7 @@ def asked_command(given: GivenOptions, world_size: int | None) -> Command | None
 
 
 def json_file_of(given: Mapping[str, str]) -> str | None:
-    """Return the file to which a command writes its JSON output. `given` maps options to their values. Returns None if
+    """Return the file to which a command writes its JSON output. `given` maps options to their values. Return None if
     no command is selected, or if no option requests JSON."""
     if given.keys().isdisjoint(switches()):
         return None

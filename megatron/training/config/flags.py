@@ -299,7 +299,7 @@ def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
 
 
 def named_value(config: RunConfig, field: str) -> Any:
-    """Return the value of the configuration field `name`; None if the flag's extension is not installed."""
+    """Return the value of the configuration field `field`; None if the flag's extension is not installed."""
     flag = field_table().get(field)
     return None if flag is None else value_of(config, flag)
 

@@ -75,7 +75,7 @@ def open_closed_streams() -> bool:
     """Reopen standard streams that the shell has closed (`>&-`), which Python represents as None.
 
     If standard output was closed, later writes to it fail in the same way as writes to a full disk. If standard error
-    was closed, all messages that are written to it are lost. Returns True if standard output was closed.
+    was closed, all messages that are written to it are lost. Return True if standard output was closed.
     """
     closed = sys.stdout is None
     if closed:

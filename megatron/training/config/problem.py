@@ -80,7 +80,7 @@ class Problem:
 
     @classmethod
     def exclusive(cls, flag: str, value: object, other: str, why: str = "") -> Problem:
-        """Return the problem of two flags that cannot be combined."""
+        """Return the problem that two flags cannot be combined."""
         return cls(flag, value, f"cannot be combined with {other}{why and f': {why}'}", "keep one of them")
 
     @classmethod
@@ -173,7 +173,7 @@ def print_problems(problems: Sequence[Problem], json_file: str | None = None) ->
         if not json_file:
             print(text, end="", flush=True)
         else:
-            with suppress(OSError):  # if the JSON file cannot be written, one of the problems printed below says so
+            with suppress(OSError):  # if the JSON file cannot be written, one of the printed problems reports this
                 Path(json_file).write_text(text, encoding="utf-8")
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))

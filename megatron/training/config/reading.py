@@ -55,7 +55,7 @@ class ForeignProgram(Protocol):
         """Return the flags of the other program for which this program has no field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate a flag of the other program for `reader`. Returns False if the other program lacks the flag."""
+        """Translate a flag of the other program for `reader`. Return False if the other program lacks the flag."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""

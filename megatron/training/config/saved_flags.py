@@ -141,7 +141,7 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """For fields whose default has changed, use the value in the checkpoint, unless `given` contains the field's flag.
-    Returns the resulting configuration and notes about changed fields. Errors in the checkpoint are not reported here,
+    Return the resulting configuration and notes about changed fields. Errors in the checkpoint are not reported here,
     but when the checkpoint is loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
@@ -177,7 +177,7 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def read_history(options: CheckpointConfig) -> History | None:
-    """Return the history of training phases that is stored in the checkpoint from which a run resumes. Returns None if
+    """Return the history of training phases that is stored in the checkpoint from which a run resumes. Return None if
     the run starts at sample 0, or if its data may differ from the checkpoint's data (--override-data-fingerprint).
 
     Raises ValueError if no checkpoint can be read.

@@ -16,7 +16,7 @@ from megatron.training.run import TrainingRun
 
 
 def banner(run: TrainingRun) -> Iterator[str]:
-    """Yield the lines about model, layout, precision, batch, length and memory, one line for each."""
+    """Yield one line for each of these topics: model, layout, precision, batch, length and memory."""
     config = run.config
     dims = run.runtime.state.dims
     device = run.runtime.device

@@ -220,7 +220,7 @@ class RecordsUntil:
 
 
 def records_until(text: str, iteration: int) -> tuple[list[str], RecordsUntil]:
-    """Select the lines of a metrics file that are records up to `iteration`. Returns the selected lines, and the
+    """Select the lines of a metrics file that are records up to `iteration`. Return the selected lines, and the
     `RecordsUntil` object that selected them."""
     found = RecordsUntil(iteration)
     return list(found.of(StringIO(text))), found

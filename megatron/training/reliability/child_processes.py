@@ -24,7 +24,7 @@ SIGTERM to these processes."""
 
 def end_daemons(grace: float = DAEMON_GRACE) -> None:
     """End daemonic multiprocessing processes. Without this function, Python would send SIGTERM to these processes and
-    then wait for them without a time limit. Prints a line for each process that must be killed."""
+    then wait for them without a time limit. The function prints a line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None:  # without this module, there are no daemonic child processes
         return
@@ -92,7 +92,7 @@ def own_start_time() -> float:
 
 
 def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
-    """Wait until the operating-system thread of `thread` has ended, after its Python code has finished. Returns True if
+    """Wait until the operating-system thread of `thread` has ended, after its Python code has finished. Return True if
     the thread ended within `seconds`.
 
     When Python reports that a thread has ended, glibc may still be freeing the thread's data while it holds a lock,

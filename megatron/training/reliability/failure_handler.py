@@ -205,7 +205,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
-        """End this rank because the process with the store (the launcher or rank 0) has ended."""
+        """End this rank because the process that hosts the store (the launcher or rank 0) has ended."""
         with self._only_once():
             title = str(error).partition("\n")[0]
             if self._signals.first_at is None and (lost := self._first_gone(title)):
@@ -244,7 +244,7 @@ class FailureHandler:
             self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
-        """Wait for another rank to report the cause of `error`. Returns the ranks that did not answer in time."""
+        """Wait for another rank to report the cause of `error`. Return the ranks that did not answer in time."""
         board = self._board
         try:
             before = board.get_all("beat")
@@ -427,7 +427,7 @@ class FailureHandler:
 
 
 def end_within(seconds: float) -> None:
-    """Print the stacks of all threads and exit with code 1 unless this process ends by itself within `seconds`.
+    """Print the stacks of all threads and exit with code 1 unless this process ends on its own within `seconds`.
 
     A second call has no effect. The process ends even if Python code no longer runs, because a C thread ends it. If the
     C thread hangs too, a timer signal ends the process.
@@ -438,7 +438,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Run `call`, which may hang. Returns True if `call` returns within `seconds` without a store error."""
+    """Run `call`, which may hang. Return True if `call` returns within `seconds` without a store error."""
     done = threading.Event()
 
     def run() -> None:

@@ -148,7 +148,7 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Group ranks by the place in the code at which they are. Returns a dict from each place to a text such as `ranks
+    """Group ranks by the place in the code at which they are. Return a dict from each place to a text such as `ranks
     0, 1`. The places are sorted by number of ranks, in descending order."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
@@ -191,7 +191,7 @@ MANY_OPEN = 0.75
 
 
 def perhaps_open_files() -> str:
-    """Return advice for a failure that the open-file limit may have caused. Returns an empty text if the number of open
+    """Return advice for a failure that the open-file limit may have caused. Return an empty text if the number of open
     files is far below the limit.
 
     When a file cannot be opened, libraries may report a different error, and gloo even aborts the process. The

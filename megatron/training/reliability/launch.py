@@ -160,7 +160,7 @@ def hold_ignored_signals() -> None:
 
 
 def write_error_file(text: str, at: float | None = None) -> bool:
-    """Write torchrun's error file. After the workers end, torchrun prints the text of this file. Returns False if the
+    """Write torchrun's error file. After the workers end, torchrun prints the text of this file. Return False if the
     launcher is not torchrun.
 
     torchrun considers the failure with the earliest time, in whole seconds, to be the root cause. `at` is the time of

@@ -137,7 +137,7 @@ def start_of(key: str) -> int | None:
 
 
 def launcher_has_store() -> bool:
-    """Return True if the store is in a launcher process, as under torchrun, instead of rank 0's process."""
+    """Return True if the store is in a launcher process, as under torchrun, and not in the process of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -281,7 +281,7 @@ class Board:
         """Counter of malformed values in the store; rank 0 reports the first such value."""
 
         self._malformed = dict[str, int]()
-        """For each key, the hash of the malformed value that was counted last. No value is counted twice."""
+        """Hash of the malformed value counted last for each key, so that no value is counted twice."""
 
         self.first_phase = ""
         """Phase in which rank 0 was when `watch_first` was last called."""
@@ -314,7 +314,7 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
-        """Store `value` under `key`, unless `key` already has a value that `parse` accepts. Returns the value that is
+        """Store `value` under `key`, unless `key` already has a value that `parse` accepts. Return the value that is
         then stored."""
         parse(value)
         found, there = None, b""
@@ -365,7 +365,7 @@ class Board:
         return peer.state() if peer is not None else ""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Poll until `condition` is true. Returns True if the condition became true within `seconds`."""
+        """Poll until `condition` is true. Return True if the condition became true within `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:

@@ -123,8 +123,8 @@ class ExitCode(IntEnum):
     """The run ended as with DONE, but the `on_end` method of a callback raised an exception."""
 
     TO_BE_RESUMED = 75
-    """Stopped after saving, because of a signal or the end of the SLURM job. Starting the same command again resumes
-    the run."""
+    """The run stopped after saving, because of a signal or the end of the SLURM job. Starting the same command again
+    resumes the run."""
 
     KILLED = 128
     """A second signal ended the run immediately. The exit code is 128 plus the signal number."""

@@ -22,7 +22,7 @@ class Starter(Protocol):
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         """Call `attempt` once or several times. Each call runs in a separate process, which has its own rank and world.
 
-        The launcher may also have started spare processes, so there may be more processes than ranks. Returns the exit
+        The launcher may also have started spare processes, so there may be more processes than ranks. Return the exit
         code of the last attempt.
         """
 

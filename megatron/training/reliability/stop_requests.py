@@ -103,7 +103,7 @@ class StopRequests:
         """Exchange requests and answers with the other ranks. `signal_at` is the `time.monotonic()` value of this
         rank's first signal.
 
-        Returns the reason if the run must end immediately, and None otherwise. The run can end immediately only before
+        Return the reason if the run must end immediately, and None otherwise. The run can end immediately only before
         the first step, when there is nothing to save.
         """
         if self._asked is None:
@@ -165,7 +165,7 @@ class SignalListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
-        """Wait for signals. Returns pairs (signal, is_second), where `is_second` is True if the user has sent a second
+        """Wait for signals. Return pairs (signal, is_second), where `is_second` is True if the user has sent a second
         signal. If the first signal arrives several times, it is returned once."""
         _, receives = self._sockets
         ready, _, _ = select.select([receives], [], [], seconds)

@@ -61,7 +61,7 @@ class Watchdog:
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self.watches: list[Watch] = []
-        """Conditions that the watchdog checks for callbacks. All of them must be added before `start`."""
+        """Conditions that the watchdog checks for callbacks. All conditions must be added before `start` is called."""
 
         self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0

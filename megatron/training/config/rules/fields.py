@@ -81,7 +81,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
 
 
 def _section(condition: Condition) -> str:
-    """Return the section of the first flag in a condition. Returns "" if the condition, such as "GPUs", names no
+    """Return the section of the first flag in a condition. Return "" if the condition, such as "GPUs", names no
     flag."""
     named = spelling_table().get(condition.parts[0].split()[0])
     return named[0].section if named else ""

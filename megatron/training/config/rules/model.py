@@ -159,7 +159,7 @@ def _divisors(heads: int, groups: int) -> str:
 
 
 def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
-    """Check the head counts of layers with a window or chunks."""
+    """Check the head counts of layers with sliding-window or chunked attention."""
     m, own = c.model, window_heads(c)
     heads = m.window_num_attention_heads or m.num_attention_heads
     groups = m.window_num_query_groups or (m.num_query_groups if m.group_query_attention else None)
@@ -287,7 +287,7 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
 
 
 def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Refuse a second residual stream, and layer modules that may add to hidden states without using the residual
+    """Report a second residual stream, and layer modules that may add to hidden states without using the residual
     stream."""
     module, streams = c.model.layer_module, [RESIDUALS.facts(name) for name in RESIDUALS.wanted(c.model)]
     for facts in streams[1:]:

@@ -83,7 +83,7 @@ def rule_of(message: str) -> str:
 
 
 def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
-    """Check that every stage contains at least one of the layers, the embedding or the head."""
+    """Check that every stage contains at least a layer, the embedding or the output head."""
     if layout.num_stages <= layers + 2:
         return
     filled = layers + 2
@@ -100,8 +100,8 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor of `size` that is at most `most`. Because `size` divides the world size, its divisors
-    do too."""
+    """Return the largest divisor of `size` that is at most `most`. Because `size` divides the world size, every divisor
+    of `size` also divides the world size."""
     return next(n for n in range(most, 0, -1) if size % n == 0)
 
 

@@ -151,7 +151,7 @@ def type_problem(config: object) -> str | None:
 
 
 def field_problem(values: Mapping[str, object]) -> str | None:
-    """Check the types of field values, which are keyed by field name. Returns a description of the first wrong value,
+    """Check the types of field values, which are keyed by field name. Return a description of the first wrong value,
     in the format of `type_problem`."""
     table = field_table()
     for field, value in values.items():
