@@ -33,7 +33,7 @@ def boxes_of_flat_range(
     Args:
         local_offset: Offset of the shard in the global tensor.
         local_shape: Shape of the shard.
-        start: First element.
+        start: First element of the range.
         stop: One past the last element.
     """
     assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)

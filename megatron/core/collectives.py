@@ -250,13 +250,13 @@ def _swap(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Pass a replicated activation to sharded computation: identity in the forward pass, all-reduce in the backward
+    """Pass a replicated activation to a sharded computation: identity in the forward pass, all-reduce in the backward
     pass."""
     return _pair(x, axis, _identity, _all_reduce)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce partial sums from sharded computation: all-reduce in the forward pass, identity in the backward pass."""
+    """Reduce partial sums from a sharded computation: all-reduce in the forward pass, identity in the backward pass."""
     return _pair(x, axis, _all_reduce, _identity)
 
 
@@ -267,8 +267,8 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """Pass a sequence-parallel activation to sharded computation: all-gather in the forward pass, reduce-scatter in the
-    backward pass."""
+    """Pass a sequence-parallel activation to a sharded computation: all-gather in the forward pass, reduce-scatter in
+    the backward pass."""
     return _pair(x, axis, all_gather, reduce_scatter)
 
 

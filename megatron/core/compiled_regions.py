@@ -66,9 +66,9 @@ def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Ca
     """Return `function` or, if `compiled` is True, a compiled version of it. The first call compiles the function.
 
     If shapes change, torch recompiles the function for dynamic shapes. With `static`, torch compiles a separate version
-    for each shape, whose kernels load several elements per instruction. Use `static` only for tensors that have the
-    same few shapes in every step. `static` also fixes the order of sums: tensor-parallel ranks that reduce the same
-    values, for example in norms, get the same bits.
+    for each shape. The kernels of these versions load several elements per instruction. Use `static` only for tensors
+    that have the same few shapes in every step. `static` also fixes the order of sums: tensor-parallel ranks that
+    reduce the same values, for example in norms, get the same bits.
     """
     return _compiled(function, static) if compiled else function
 

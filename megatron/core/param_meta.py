@@ -17,8 +17,8 @@ from typing import Literal, Protocol, get_args
 HISTORY = "_history"
 """Name suffix of tensors that record earlier steps, such as fp8 amax histories.
 
-If a checkpoint lacks a history tensor, or contains it with a different length, the history starts empty. A run may
-ignore the history tensors of a checkpoint.
+If a checkpoint lacks a history tensor, or contains it with a different length, the run starts with an empty history. A
+run may ignore the history tensors of a checkpoint.
 """
 
 
@@ -132,7 +132,8 @@ class ParamMeta:
 
     shared_stages: tuple[int, ...] = ()
     """Pipeline stages that each hold a replica of the parameter. For tied embeddings, these are the first and the last
-    stage. The gradients of the replicas are summed. Norms and checkpoints use the replica of the stage listed first."""
+    stage. The gradients of the replicas are summed. Gradient norms and checkpoints use the replica of the stage listed
+    first."""
 
     expert: bool = False
     """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
@@ -198,7 +199,8 @@ class ParamMeta:
 
     @property
     def layer(self) -> int | None:
-        """Number of the parameter's decoder layer, from 0; None if the parameter belongs to no decoder layer."""
+        """Number of the parameter's decoder layer, counted from 0; None if the parameter belongs to no decoder
+        layer."""
         found = re.match(r"decoder\.layers\.(\d+)\.", self.name)
         return int(found[1]) if found else None
 
@@ -281,7 +283,7 @@ class InitPolicy:
 
     def complete(self, meta: ParamMeta) -> ParamMeta:
         """Return a copy of `meta` in which `init` is set: to the initial values of the parameter if it defines them,
-        and otherwise to the default of its role. The rules are applied to these values.
+        and otherwise to the default of its role. The `rules` of the policy are then applied to these values.
 
         Raises ValueError if initial values are defined neither for the parameter nor for its role.
         """

@@ -230,7 +230,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         return cast("P", entry.part)
 
     def _check(self, name: str, part: object) -> None:
-        """Raise ValueError if a part does not match the protocol of its kind."""
+        """Raise ValueError if a part does not match the Protocol of the registry."""
         if unwritten := _unwritten(part):
             raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; define it, or correct its spelling")
         if not isinstance(part, self._class):

@@ -121,7 +121,7 @@ def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
-    """Build the tokenizer of `--tokenizer-type`, once per process for the same files.
+    """Build the tokenizer of `--tokenizer-type`. The tokenizer is built only once per process for the same files.
 
     Only NullTokenizer uses `vocab_size` (--vocab-size). Raises ValueError with the name of every flag or file that is
     missing.

@@ -143,9 +143,9 @@ class CoreAttention(nn.Module):
         self._logit_watchers: list[Callable[[Tensor], None]] = []
 
     def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
-        """Call `watcher` in each training forward pass with the largest logit of each of this rank's heads, a tensor
-        [heads] in the order of `sink_heads`. Logits are the inputs of the softmax for visible query-key pairs,
-        including biases and caps. After the first call of this method, plain torch computes the layer's attention.
+        """In each training forward pass, call `watcher` with a tensor [heads]: the largest logit of each of this rank's
+        heads, in the order of `sink_heads`. Logits are the inputs of the softmax for visible query-key pairs, including
+        biases and caps. After the first call of this method, plain torch computes the layer's attention.
         """
         self._logit_watchers.append(watcher)
         self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self.note)

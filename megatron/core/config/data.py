@@ -158,7 +158,7 @@ class DatasetConfig(Section):
 
 
 def weight_of(word: str) -> float | None:
-    """Parse an entry of a data list: return a weight as a number, and None for a path."""
+    """Parse an entry of a data list. Return the number if the entry is a weight, and None if it is a path."""
     try:
         return float(word)
     except ValueError:

@@ -92,7 +92,7 @@ class FlagSpec:
     """True if a user needs the flag for a first run. Plain --help lists only these flags."""
 
     skips_steps: bool = False
-    """True if the flag turns on a check of each step that may skip the step."""
+    """True if the flag turns on a check after which a training step may be skipped."""
 
     chooses_trained: bool = False
     """True if the flag affects which parameters are frozen."""
@@ -145,7 +145,7 @@ class FlagSpec:
 
 
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
-    """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
+    """Return a dataclass field that carries a `FlagSpec` with the given aliases and with the fields `spec`.
 
     Some `FlagSpec` fields, such as `needs`, hold a tuple of `Condition`s. In `spec`, such a field may also be a single
     condition, and each condition may be a string such as "--fp16"."""
@@ -173,8 +173,8 @@ class Section:
     """Values of extensions' flags: instances of the dataclasses that define the flags."""
 
     def options(self, cls: type[T]) -> T:
-        """Return the values of the extension flags that the dataclass `cls` defines, or its defaults if no flag is
-        set."""
+        """Return the values of the extension flags that the dataclass `cls` defines, or the defaults of `cls` if no
+        flag is set."""
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 
     def without(self, field: str) -> Self:

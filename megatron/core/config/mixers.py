@@ -60,7 +60,7 @@ class AttentionFacts:
     """Default of --rope-type for this attention module."""
 
     scales_scores: bool = False
-    """True if the module scales attention scores by the factor of --mscale-all-dim."""
+    """True if the module scales attention scores by the factor that follows from --mscale-all-dim."""
 
 
 @dataclass(frozen=True)

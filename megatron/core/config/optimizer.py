@@ -225,7 +225,7 @@ class OptimizerConfig(Section):
         return own or any(rule.groups for rule in self.parameter_rules)
 
     def group_of(self, meta: ParamMeta) -> ParamGroup:
-        """Return the group of a parameter, which determines its learning rate and weight decay."""
+        """Return the group of a parameter, which determines the learning rate and the weight decay of the parameter."""
         of_head_norm = self.apply_wd_to_qk_layernorm and (".q_layernorm." in meta.name or ".k_layernorm." in meta.name)
         decays = meta.kind in self.weight_decay_on or of_head_norm
         decoupled = self.decoupled_lr is not None and meta.name in DECOUPLED

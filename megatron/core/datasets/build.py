@@ -43,8 +43,8 @@ class TrainingOrder:
     was never extended, `planned` is empty."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
-    """Function called for each source of the current phase before the source is used. The arguments of `take_up` are
-    the source, the prefix of the source's dataset, and the sample format."""
+    """Function that is called for each source of the current phase before the source is used. The arguments of
+    `take_up` are the source, the prefix of the source's dataset, and the sample format."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
@@ -218,8 +218,8 @@ class _Builder:
         self.make: SampleMaker = next((make for make in makers if make is not None), GPTDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
-        """Build a split from its own flag, such as --valid-data-path. A single prefix is not blended, even if it has a
-        weight."""
+        """Build a split from the flag for this split, such as --valid-data-path. A single prefix is not blended, even
+        if it has a weight."""
         if not values:
             return None
         blend = parse_blend(f"--{split}-data-path", values)

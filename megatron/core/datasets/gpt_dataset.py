@@ -119,7 +119,7 @@ class DocumentSamples(TextDataset):
         self.pieces = None if isinstance(documents, range) else documents
         self.numbers = documents if isinstance(documents, range) else range(len(documents))
         self.lengths = indexed.lengths if self.pieces is None else self.pieces.lengths
-        """Number of tokens of each document of the indexed dataset, or of each piece."""
+        """Number of tokens in each document of the indexed dataset, or in each piece."""
 
         self.tokens = int(self.lengths[self.numbers.start : self.numbers.stop].sum(dtype=np.int64))
         """Number of tokens in an epoch."""

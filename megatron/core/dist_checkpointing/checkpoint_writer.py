@@ -164,7 +164,7 @@ class CheckpointWriter:
 
 
 def _failure(fn: Callable[[], object]) -> str | None:
-    """Run `fn`. If `fn` raises CheckpointError, return its message, which is the same on every rank; else return
+    """Run `fn`. If `fn` raises CheckpointError, return its message, which is the same on every rank. Otherwise, return
     None."""
     try:
         fn()

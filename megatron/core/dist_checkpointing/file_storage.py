@@ -174,7 +174,8 @@ class Storage(Protocol):
 
         Args:
             final: The folder to be published.
-            keeps_names: Whether files must be stored under their own names, so that other programs can read the folder.
+            keeps_names: Whether files must be stored under their original names, so that other programs can read the
+                folder.
         """
         for name in self.names(final.parent):
             beside = final.parent / name

@@ -43,8 +43,8 @@ class KindFacts:
     follows the path."""
 
     order: int
-    """Rank of this kind among all kinds of paths. If a path matches several kinds, the kind with the smallest number is
-    used.
+    """Rank of this kind among all kinds of paths. If a path matches several kinds, the kind with the smallest `order`
+    is used.
 
     The built-in kinds have the numbers 0 (URL), 10 (indexed dataset), 20 (checkpoint), 30 (folder of checkpoints), 40
     (run), 50 (empty folder), 60 (other folder), 70 (nothing) and 80 (other file).
@@ -79,7 +79,7 @@ class DataReader(Protocol):
 
     def prefix(self, flag: str, path: str, /) -> str:
         """Return the prefix of the dataset made from the files that a path names. Create the dataset if it does not
-        exist. Raises ValueError, with `flag` in the message.
+        exist. Raises ValueError, with `flag` in the message, if the dataset cannot be created.
         """
 
 
@@ -96,7 +96,7 @@ class DataKind(ABC):
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
         """Return a one-line description of the files at `path`, for example for a log. Raises ValueError, with `flag`
-        in the message."""
+        in the message, if the files cannot be found."""
 
     @abstractmethod
     def reader(

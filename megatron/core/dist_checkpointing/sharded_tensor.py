@@ -97,8 +97,8 @@ def without_surroundings(data: Tensor) -> Tensor:
     """Return a tensor that shares the memory of `data`, but whose storage contains nothing except the elements of
     `data`.
 
-    If the storage of a tensor is larger than the tensor's data, DCP copies the tensor before it writes it. All
-    parameters, moments and staged copies are views of a buffer, so DCP would copy each of them.
+    If the storage of a tensor is larger than the tensor's data, DCP copies the tensor before the write. All parameters,
+    moments and staged copies are views of a buffer, so DCP would copy each of them.
     """
     if data.is_cuda or not data.is_contiguous():
         return data
@@ -132,7 +132,7 @@ class OptimizerPiece:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole state, unsharded."""
+        """Shape of the unsharded state."""
         return self.meta.global_shape if self.own_shape is None else self.own_shape
 
     def __post_init__(self) -> None:

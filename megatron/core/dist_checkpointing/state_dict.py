@@ -34,7 +34,7 @@ def optimizer_key(kind: str, name: str) -> str:
 def model_state(
     modules: Iterable[nn.Module], state: ParallelState, sharded: Iterable[OptimizerPiece] = ()
 ) -> StateDict:
-    """Return the state dict to save for the parameters of this rank's stages.
+    """Return the state dict for saving the parameters of this rank's stages.
 
     If the rank holds only some elements of a parameter, `sharded` contains the pieces that it holds.
     """
@@ -116,7 +116,7 @@ def callback_prefix(name: str) -> str:
 def callback_targets(
     pieces: Iterable[OptimizerPiece], state: ParallelState, saved: Collection[str], prefix: str
 ) -> StateDict:
-    """Return the state dict to load a callback's tensors into. Tensors that are not in `saved` stay unchanged.
+    """Return the state dict into which a callback's tensors are loaded. Tensors that are not in `saved` stay unchanged.
 
     Args:
         pieces: The callback's state on this rank.

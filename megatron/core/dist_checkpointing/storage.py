@@ -336,8 +336,9 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
     """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. If `reads` is True, a
     damaged checkpoint file raises ValueError instead of CheckpointError.
 
-    If any rank fails, DCP raises a BaseException on every rank, which contains the failures of all ranks. DCP's warning
-    that torch.distributed is disabled is silenced, because a single process may also save and load checkpoints.
+    If any rank fails, DCP raises an exception on all ranks: a BaseException that contains the failures of all ranks.
+    DCP's warning that torch.distributed is disabled is silenced, because a single process may also save and load
+    checkpoints.
     """
     try:
         with warnings.catch_warnings():

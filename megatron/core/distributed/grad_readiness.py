@@ -44,7 +44,7 @@ class GradReadiness:
         self.begin_step(0)
 
     def begin_step(self, microbatches: int) -> None:
-        """Start a step with `microbatches` micro-batches; 0 if the number is not known."""
+        """Start a step with `microbatches` micro-batches. `microbatches` is 0 if the number is not known."""
         self.microbatches = microbatches
         self.reports = [0] * len(self.params)
         self.missing = [len(bucket.layout.params) for bucket in self.buckets]

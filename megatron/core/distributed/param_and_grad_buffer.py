@@ -327,8 +327,8 @@ class SmallGrads:
         held back, all gradients in this mapping are added to their `main_grad`s."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Return True if a gradient can be held back. The gradient must be small, no callback may wait for it, and
-        `param.main_grad` must always have memory."""
+        """Return True if a gradient can be held back. The gradient must be small, `param` must have no gradient
+        callbacks, and `param.main_grad` must always have memory."""
         waited = (getattr(param, name, None) for name in ("on_main_grad", "before_main_grad"))
         return self.enabled and grad.numel() <= LARGEST and not any(waited)
 

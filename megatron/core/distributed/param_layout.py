@@ -119,7 +119,7 @@ class BufferLayout:
     by_unit: bool = False
     """True if each bucket contains the matrices of one unit.
 
-    In such a buffer, unsharded gradients exist only while the unit is computed. With ZeRO-3 and unit stores, the same
+    In such a buffer, unsharded gradients exist only while the unit is in use. With ZeRO-3 and unit stores, the same
     applies to unsharded parameters.
     """
 

@@ -93,7 +93,7 @@ class UnitBucket(Bucket):
             self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
-        """End a pass. If no other pass uses the unit, free the unsharded parameters, unless `keep` is True."""
+        """End a pass. Free the unsharded parameters, unless `keep` is True or another pass uses the unit."""
         self.users -= 1
         if not self.users and not keep:
             self.drop_params()
@@ -115,7 +115,7 @@ class UnitBucket(Bucket):
             super().start_param_sync()
 
     def open_grads(self) -> None:
-        """Allocate memory for unsharded gradients, which the first contribution to each gradient overwrites."""
+        """Allocate memory for unsharded gradients. The first contribution to each gradient overwrites this memory."""
         self.finish_grad_sync()
         if not self.whole_grads:
             alloc_storage(self.grads)
