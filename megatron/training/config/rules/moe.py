@@ -98,7 +98,7 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     m = c.model
     if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
         rule = "the softmax over one expert is always 1, so the router receives no gradient"
-        yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
+        yield Problem("--moe-router-topk", 1, rule, "use 2 or more, or add --moe-router-pre-softmax")
     yield from expert_groups(m)
     types, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     if any(coefficients) and types == ("none",):
