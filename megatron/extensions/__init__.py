@@ -227,7 +227,7 @@ def load() -> None:
     calls have no effect. Every program must call this function before it parses flags or looks up components, because
     the core packages do not import extensions.
 
-    Raises ModuleNotFoundError if the folder of an extension is missing, or if an extension needs another extension that
+    Raise ModuleNotFoundError if the folder of an extension is missing, or if an extension needs another extension that
     is not listed in `BUILT_IN`."""
     here, listed = Path(__file__), {extension.name for extension in BUILT_IN}
     for extension in BUILT_IN:

@@ -1,1 +1,1 @@
-"""Softmax attention variants, and context parallelism for them."""
+"""Variants of softmax attention, and context-parallel attention."""

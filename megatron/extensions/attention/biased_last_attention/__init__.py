@@ -1,4 +1,5 @@
 """Self-attention whose output projection has a bias in the last layer only, as in GPT-NeoX-Japanese.
 
-Enabled by --attention-module biased_last_attention. The implementation is in `biased_last_attention.py`.
+The extension is enabled by --attention-module biased_last_attention. The implementation is in
+`biased_last_attention.py`.
 """

@@ -37,8 +37,8 @@ def gathered_attention(
 
     Args:
         q: [s/cp, b, heads, d], queries at the positions that `causal.shards` assigns to this rank.
-        k: [s/cp, b, groups, d].
-        v: [s/cp, b, groups, dv].
+        k: [s/cp, b, groups, d], keys.
+        v: [s/cp, b, groups, dv], values.
         cp: Context-parallel ranks.
         causal: Causal mask, including the sequence shards of all ranks.
         sinks: [heads], logits of attention sinks.
@@ -105,8 +105,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
 
     Args:
         q: [s/cp, b, heads, d], queries at the positions that `rank_spans` assigns to this rank.
-        k: [s/cp, b, groups, d].
-        v: [s/cp, b, groups, dv].
+        k: [s/cp, b, groups, d], keys.
+        v: [s/cp, b, groups, dv], values.
         cp: Context-parallel ranks.
         causal: Attention mask.
         sinks: [heads / cp], attention sink logits of the heads that this rank computes.
@@ -125,8 +125,8 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
 
     Args:
         q: [s/cp, b, heads, d], queries at the positions that `causal.shards` assigns to this rank.
-        k: [s/cp, b, groups, d].
-        v: [s/cp, b, groups, dv].
+        k: [s/cp, b, groups, d], keys.
+        v: [s/cp, b, groups, dv], values.
         cp: Context-parallel ranks; `cp.levels` contains the inner and the outer ranks.
         causal: Causal mask, including the sequence shards of all ranks.
         sinks: [heads / inner], attention sink logits of the heads that this rank computes.
@@ -182,7 +182,7 @@ def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
     """Exchange sequence shards x [s/cp, b, cp, ...] for whole sequences [s, b, ...] by an all-to-all. Each rank
     receives the whole sequence of one slice of dimension 2, x[:, :, cp.rank]. `rank_spans` defines which positions are
     in the sequence shard of each rank."""
-    # dimension 0 of the exchanged tensor is the rank that sent the block
+    # dimension 0 of the exchanged tensor is the index of the rank that sent the block
     return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 
 

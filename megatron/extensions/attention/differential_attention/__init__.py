@@ -1,6 +1,6 @@
 """Differential attention: the difference of two softmax attention maps, as in the Differential Transformer.
 
-Enabled by --attention-module differential_attention. Flag: --differential-lambda-std.
+The extension is enabled by --attention-module differential_attention. Flag: --differential-lambda-std.
 
 The implementation is in `differential_attention.py`.
 """

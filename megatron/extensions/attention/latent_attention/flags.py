@@ -76,7 +76,7 @@ def widths(config: TransformerConfig) -> HeadWidths:
 
 
 def latents(config: TransformerConfig) -> str:
-    """Describe the latent widths, for display in a plan."""
+    """Return the text that describes the latent widths in a plan."""
     own = config.options(LatentAttentionFlags)
     queries = f" for queries {own.q_lora_rank}," if own.q_lora_rank else ""
     return f", latents{queries} for keys and values {own.kv_lora_rank}"

@@ -70,7 +70,7 @@ class LatentLinears:
 
     kv_up: ColumnLinear
     """Layer linear_kv_up_proj with weight [heads, qk_head_dim + v_head_dim, kv_lora_rank]. The rows of each head
-    produce its key, then its value."""
+    produce the non-rotary channels of the key, followed by the value."""
 
     proj: RowLinear
     """Layer linear_proj with weight [h, heads * v_head_dim]."""
@@ -116,7 +116,7 @@ class MultiLatentAttention(nn.Module):
     """Multi-latent attention (MLA): down-projections, latent norms, up-projections, the rotary embedding, core
     attention, and an output projection.
 
-    Adjacent rotary channels form a pair, as in DeepSeek's weights.
+    The rotary embedding rotates pairs of adjacent channels, as in DeepSeek's weights.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -233,7 +233,7 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Apply the key up-projection to the queries, so that the queries can attend to latents directly. Returns the
+        """Apply the key up-projection to the queries, so that the queries can attend to latents directly. Return the
         resulting queries, [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim], and the weight of the value
         up-projection, [heads/tp, v_head_dim, kv_lora_rank]."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)

@@ -43,7 +43,7 @@ def source_of(config: TransformerConfig, number: int) -> int | None:
     """Return the number of the layer whose keys and values layer `number` reuses; return None if layer `number`
     projects its own keys and values.
 
-    Raises ValueError if no earlier layer of the same kind has keys and values.
+    Raise ValueError if no earlier layer of the same kind has keys and values.
     """
     first = config.num_layers - config.options(NormedValuesFlags).kv_shared_layers
     if not first <= number < config.num_layers:

@@ -147,7 +147,7 @@ class Compressor(nn.Module):
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project hidden states x [s, b, h] to the inputs [s, b, 2 * rows] of compressed keys."""
+        """Project hidden states x [s, b, h] to the inputs [s, b, 2 * rows] from which compressed keys are computed."""
         return torch.cat((self.linear_wkv(x), self.linear_wgate(x)), dim=-1)
 
     def keys(self, made_of: Tensor, windows: Windows, packed: bool, *tables: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class CompressedKeys(SelectedKeys):
     group."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        # Sinks start at zero, as in Megatron-LM.
+        # The initial value of sinks is zero, as in Megatron-LM.
         super().__init__(name, config, ctx, config.head_dim, sinks_metas(name, config, Init("zeros")))
         own = config.options(CompressedAttentionFlags)
         shape = own.o_groups, own.o_lora_rank, config.attention_output_size // own.o_groups
@@ -227,7 +227,7 @@ class CompressedKeys(SelectedKeys):
         modules, and must not be registered as submodules here."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
-        """Compute attention and project the outputs of each head group to a low rank. Returns the projected outputs of
+        """Compute attention and project the outputs of each head group to a low rank. Return the projected outputs of
         this rank's groups, [s, b, groups/tp * o_lora_rank]. Under context parallelism, the first dimension is s/cp.
 
         Args:
@@ -272,7 +272,8 @@ class CompressedKeys(SelectedKeys):
     def _seen(
         self, q: Tensor, kv: Tensor, windows: Windows, cache: EarlierTokens | None, context: BatchContext
     ) -> tuple[Queries, Queries]:
-        """Return the tokens and the compressed keys that this rank's queries may attend to."""
+        """Return two ranges for each query of this rank: the range of tokens and the range of compressed keys that the
+        query may attend to."""
         (n, b, heads, width) = q.shape
         length = len(kv)
         window = self.near
@@ -303,8 +304,9 @@ class CompressedKeys(SelectedKeys):
 
 
 class CompressedAttention(MultiLatentAttention):
-    """Attention to the keys of recent tokens and to compressed keys. All query heads share one key per token. Adjacent
-    rotary channels form a pair, as in DeepSeek's weights. The RMSNorm of query heads has no weight."""
+    """Attention to the keys of recent tokens and to compressed keys. All query heads share one key per token. The
+    rotary embedding rotates pairs of adjacent channels, as in DeepSeek's weights. The RMSNorm of query heads has no
+    weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         # The base class's __init__ is skipped, because it would create parameters that this class does not use.

@@ -149,7 +149,7 @@ def selects(config: TransformerConfig, number: int) -> bool:
 
 
 def indexer(config: TransformerConfig) -> str:
-    """Describe the indexer, for display in a plan."""
+    """Return the text that describes the indexer in a plan."""
     own = config.options(SparseAttentionFlags)
     heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
     found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
@@ -157,7 +157,7 @@ def indexer(config: TransformerConfig) -> str:
 
 
 def compressed_keys(config: TransformerConfig) -> str:
-    """Describe the attention windows and compressed keys, for display in a plan."""
+    """Return the text that describes the attention windows and compressed keys in a plan."""
     window, kinds = config.options(CompressedAttentionFlags).csa_window_size, {*ratios(config)} - {0}
     found = f", windows of {window}" + "".join(f", keys of {ratio} tokens" for ratio in sorted(kinds))
     return found + (indexer(config) if SELECTED in kinds else "")
@@ -276,7 +276,7 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
     keys."""
     m = c.model
     if m.vocab_size is None:
-        return  # stages need the vocabulary size; the rule is repeated once it is known
+        return  # the stages depend on the vocabulary size; this rule runs again when the size is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 

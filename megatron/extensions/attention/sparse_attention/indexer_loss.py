@@ -2,9 +2,9 @@
 selected keys on GPUs.
 
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
-The target distribution p of a query is the mean of its attention weights over heads. p covers either the selected keys
-or all keys that the query may attend to (equations 3 and 4). If attention has several key sets, p consists of the
-attention weights of the selected keys, divided by the sum of these weights.
+The target distribution p of a query is the mean of its attention weights over heads. The distribution p covers either
+the selected keys or all keys that the query may attend to (equations 3 and 4). If attention has several key sets, p
+consists of the attention weights of the selected keys, divided by the sum of these weights.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ All heads share one key per token. The value of a token is not stored separately
 as in the form of multi-latent attention that attends to latents directly. One softmax may cover several key sets, such
 as the token keys and the compressed keys of DeepSeek-V4.
 
-GPU kernels (`kernels/attention.py`) replace the forward and backward passes where the kernels are faster. Shapes: n
-queries of b samples, s keys, h heads.
+GPU kernels (`kernels/attention.py`) replace the forward and backward passes where the kernels are faster. In tensor
+shapes, n, b, s and h are the numbers of queries, samples, keys and heads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Rows:
             k: [s, b, w], all keys.
             queries: Positions of the keys that the queries may attend to.
             chunk: Chunk of queries to slice.
-            picked: [n, b, topk], indices of selected keys, or -1; None for all keys.
+            picked: [n, b, topk], indices of the selected keys, padded with -1; None if queries attend to all keys in
+                their range.
         """
         self.rows = chunk.rows
         self.q = q[chunk.rows]
@@ -70,18 +71,19 @@ class Rows:
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
 
     def with_keys(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Return the dot products of each row of x [rows, b, h, w] with its keys, [rows, b, h, keys], or [rows, b, h,
-        topk] if keys were selected. The last dimension of `keys` is w."""
+        """Return the dot products of x [rows, b, h, w] and `keys`. They are [rows, b, h, keys], or [rows, b, h, topk]
+        if keys were selected. The last dimension of `keys` is w."""
         return x @ keys.mT if self.flat is not None else self._by_sample(x, keys.permute(1, 2, 0))
 
     def of_keys(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """Return the weighted sum of the keys of each row, [rows, b, h, w]. The weights are [rows, b, h, keys], or
+        """Return the sums [rows, b, h, w] of `keys`, weighted by `weights`. The weights are [rows, b, h, keys], or
         [rows, b, h, topk] if keys were selected. The last dimension of `keys` is w."""
         return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
 
     def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """Add a weighted sum of `rows` [rows, b, h, w] to each key's row of `out` [s, b, w]. The weights are [rows, b,
-        h, keys], or [rows, b, h, topk] if keys were selected."""
+        """For each key, sum `rows` [rows, b, h, w] over rows and heads with the key's weights, and add the sum to the
+        row of the key in `out` [s, b, w]. The weights are [rows, b, h, keys], or [rows, b, h, topk] if keys were
+        selected."""
         if self.flat is not None:
             add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
         else:
@@ -107,12 +109,12 @@ class Rows:
 
 class Keys(NamedTuple):
     """The keys that each query attends to in one key set. A key set is a tensor of keys, such as the token keys or the
-    compressed keys. `queries` contains the bounds of these keys; if keys are selected, `picked` contains their
-    indices."""
+    compressed keys. `queries` contains the first and the last key that each query may attend to. If keys are selected,
+    `picked` contains the indices of the selected keys."""
 
     queries: Queries
     picked: Tensor | None = None
-    """[n, b, topk]: indices of selected keys, or -1; None for all keys."""
+    """[n, b, topk], indices of the selected keys, padded with -1; None if queries attend to all keys in their range."""
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -148,7 +150,7 @@ def attend_to_selected(
     Args:
         q: [n, b, h, w], queries.
         sinks: [h], logits of attention sinks; None if there are no sinks.
-        seen: Key sets.
+        seen: Key sets that the queries attend to.
         k: Keys [s, b, w] of each set.
         scale: Factor by which scores are multiplied.
         width: Number of value channels, which are the first channels of a key.

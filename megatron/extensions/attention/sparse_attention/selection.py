@@ -3,8 +3,8 @@
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k
 per token, and head weights w. The score of key j for query i is sum_h w_ih ReLU(q_ih · k_j) (equation 1).
 
-Scores are computed for one chunk of queries at a time, so that only the scores of one chunk are in memory. In shapes, n
-is the number of queries per sample, b of samples, s of keys, and h of heads.
+Scores are computed for one chunk of queries at a time, so that only the scores of one chunk are in memory. In tensor
+shapes, n, b and s are the numbers of queries, samples and keys.
 """
 
 from __future__ import annotations

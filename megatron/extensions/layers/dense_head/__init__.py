@@ -1,4 +1,4 @@
-"""A linear layer, a GELU and a second norm between the final norm and the output layer, as in ModernBERT's decoder.
+"""Dense head: a norm, a linear layer and a GELU between the last layer and the final norm, as in ModernBERT's decoder.
 
-Enabled by --dense-head. The implementation is in `head.py`.
+The extension is enabled by --dense-head. The implementation is in `head.py`.
 """

@@ -61,7 +61,7 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
     """Return the sublayers of each layer that --hybrid-layer-pattern specifies, followed by the sublayers of each
     multi-token prediction module. If the pattern contains no multi-token prediction modules, each module has the
-    sublayers of the last layer. Raises ValueError if the pattern is invalid."""
+    sublayers of the last layer. Raise ValueError if the pattern is invalid."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:

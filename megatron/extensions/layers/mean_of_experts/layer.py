@@ -10,7 +10,7 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class Half(nn.Module):
-    """Multiply by 1/2."""
+    """Module that multiplies its input by 1/2."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 0.5

@@ -1,4 +1,4 @@
 """Layers whose output is multiplied by a scalar that is stored in the checkpoint, as in Gemma 4.
 
-Enabled by --layer-module scaled_layer. The implementation is in `layer.py`.
+The extension is enabled by --layer-module scaled_layer. The implementation is in `layer.py`.
 """

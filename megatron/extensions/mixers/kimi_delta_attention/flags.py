@@ -47,7 +47,7 @@ class KimiDeltaFlags:
 
 
 def heads(config: TransformerConfig) -> str:
-    """Describe the heads of Kimi Delta Attention, for display in a plan."""
+    """Return the text that describes the heads of Kimi Delta Attention in a plan."""
     own = config.options(KimiDeltaFlags)
     return f", {own.kda_num_heads} heads of {own.kda_head_dim}"
 

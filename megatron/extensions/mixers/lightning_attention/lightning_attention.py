@@ -74,8 +74,8 @@ class LightningAttention(nn.Module):
         return self.out_proj(recomputed(self._gated, y, gate) if again else self._gated(y, gate))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Compute the head outputs, [s, b, heads/(tp*cp), channels], from the projected queries, keys and values,
-        `mixed` [s, b, heads/(tp*cp), 3 * channels]."""
+        """Compute the head outputs [s, b, heads/(tp*cp), channels]. `mixed` [s, b, heads/(tp*cp), 3 * channels]
+        contains the projected queries, keys and values."""
         q, k, v = F.silu(mixed).chunk(3, dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         rule: Callable[..., tuple[Tensor, Tensor]] = partial(

@@ -68,7 +68,7 @@ class LinearAttentionFlags:
 
 
 def heads(config: TransformerConfig) -> str:
-    """Describe the heads of gated delta nets, for display in a plan."""
+    """Return the text that describes the heads of gated delta nets in a plan."""
     own = config.options(LinearAttentionFlags)
     keys = f", {own.linear_num_key_heads} key heads of {own.linear_key_head_dim}"
     several = "" if own.linear_num_householder == 1 else f", {own.linear_num_householder} keys a token"

@@ -128,8 +128,8 @@ class GatedDeltaNet(nn.Module):
         return self.in_proj(x)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
-        """Compute the gated and normalized head outputs, [s, b, heads/(tp*cp) * dv], from the projected channels
-        `mixed` [s, b, key heads/(tp*cp), channels]."""
+        """Compute the gated and normalized head outputs [s, b, heads/(tp*cp) * dv]. `mixed` [s, b, key heads/(tp*cp),
+        channels] contains the projected channels."""
         operands, gate, _ = self._operands(mixed, number, None)
         if self.kernel is not None:
             out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))

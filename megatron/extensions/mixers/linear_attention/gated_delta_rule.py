@@ -112,7 +112,7 @@ def gated_delta_chunks(
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
         state: [b, heads, dk, dv], initial state; None for zeros.
-        chunks: Division into chunks.
+        chunks: Settings for the division into chunks.
 
     Returns:
         The outputs [s, b, heads, dv] and the state after the last token [b, heads, dk, dv]. Both are fp32, or fp64 for

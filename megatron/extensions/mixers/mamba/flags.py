@@ -86,7 +86,7 @@ def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
 
 
 def described(config: TransformerConfig) -> str:
-    """Describe the heads of Mamba-2, for display in a plan."""
+    """Return the text that describes the heads of Mamba-2 in a plan."""
     own = config.options(MambaFlags)
     heads = f"{num_heads(config)} heads of {own.mamba_head_dim} in {own.mamba_num_groups} groups"
     return f", {heads}, states of {own.mamba_state_dim}"

@@ -134,8 +134,8 @@ class Mamba2(nn.Module):
         return torch.cat(own, dim + 2).flatten(dim, dim + 1).unsqueeze(dim + 1)
 
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
-        """Compute the head outputs, [s, b, heads/(tp*cp) * p], from the projected channels `mixed` [s, b,
-        groups/(tp*cp), channels]."""
+        """Compute the head outputs [s, b, heads/(tp*cp) * p]. `mixed` [s, b, groups/(tp*cp), channels] contains the
+        projected channels."""
         weights, (widths, dt_bias) = self._convolution(), self._widths_and_bias()
         chunk, decay = min(self.chunk, len(mixed)), self._decay()
         prepared = mixed, *weights, dt_bias, widths, self.min_step, number, None

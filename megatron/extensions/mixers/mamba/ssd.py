@@ -92,7 +92,7 @@ def ssd_chunks(
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
-        chunks: Division into chunks.
+        chunks: Settings for the division into chunks.
 
     Returns:
         The outputs y [s, b, heads, p] and the state after the last token [b, heads, n, p]. Both are fp32, or fp64 for

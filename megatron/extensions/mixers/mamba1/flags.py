@@ -61,7 +61,7 @@ def low_rank_widths(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 def described(config: TransformerConfig) -> str:
-    """Describe the channels of Mamba-1, for display in a plan."""
+    """Return the text that describes the channels of Mamba-1 in a plan."""
     rank, states, _ = low_rank_widths(config)
     return f", {channels_of(config)} channels with states of {states}, step sizes of rank {rank}"
 

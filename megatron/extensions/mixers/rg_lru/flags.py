@@ -62,7 +62,7 @@ def rg_lru(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def described(config: TransformerConfig) -> str:
-    """Describe the channels of RG-LRU, for display in a plan."""
+    """Return the text that describes the channels of RG-LRU in a plan."""
     return ", {} blocks of {} channels".format(*shape_of(config))
 
 

@@ -24,7 +24,8 @@ class HashRouter(TopKRouter):
         super().__init__(name, config, ctx)
         shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=self.num_experts)
         self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init, role="state"), torch.int64, ctx)
-        """Table [vocabulary, k] with the k experts of each token id. The name matches Megatron-LM's."""
+        """Table [vocabulary, k] with the k experts of each token id. The parameter has the same name as in
+        Megatron-LM."""
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
         assert context.tokens is not None

@@ -1,5 +1,6 @@
 """Shortcut-connected experts, as in LongCat-Flash: the output of a layer's routed experts is added to the residual
 stream one layer later.
 
-Enabled by --moe-shortcut. Read `flags.py` first, then `delayed.py`, which contains the residual stream.
+The extension is enabled by --moe-shortcut. Read `flags.py` first, then `delayed.py`, which contains the residual
+stream.
 """

@@ -54,8 +54,8 @@ class SpecialRouter(TopKRouter):
 class SparseMixerScores(SoftmaxScores):
     """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. The weights
     are computed one after another, in the order in which the experts were chosen. The weight of an expert comes from a
-    softmax over the remaining experts, which were not chosen before, whose logits are close to the largest remaining
-    logit."""
+    softmax over the experts that were not chosen before this expert. Experts whose logits are not close to the largest
+    of these logits are excluded from the softmax."""
 
     eps: float
 

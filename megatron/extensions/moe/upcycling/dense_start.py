@@ -95,7 +95,7 @@ class DenseWeights:
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
         """Copy the weights of the dense model to the tensor `box`, which is the slice of parameter `name` that begins
         at index `offset`. Optimizer states, and parameters that only the MoE model has, keep their initial values.
-        Raises ValueError if the dense model lacks a parameter that both models should have."""
+        Raise ValueError if the dense model lacks a parameter that both models should have."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)

@@ -58,7 +58,7 @@ def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
 
 
 def base_sizes(c: RunConfig) -> dict[str, int]:
-    """Return a mapping from configuration fields with widths to their values in the base model. Raises ValueError if a
+    """Return a mapping from configuration fields with widths to their values in the base model. Raise ValueError if a
     width of the base model would not be an integer."""
     own = c.model.options(MupFlags)
     shrink = Fraction(own.mup_base_hidden_size or c.model.hidden_size, c.model.hidden_size)
@@ -80,8 +80,7 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
     `usual_widths`.
 
     INPUTS and OUTPUTS are the ratios of the parameter's input and output sizes to the base model. NAME contains no
-    layer number, because an entry applies to all layers. Raises ValueError in the same cases as `base_sizes`.
-    """
+    layer number, because an entry applies to all layers. Raise ValueError in the same cases as `base_sizes`."""
     own = c.model.options(MupFlags)
     # With --q-lora-rank, `q_layernorm` is the norm of the query latent, whose width grows with the hidden size.
     # Otherwise, `q_layernorm` is a norm over single heads, whose width is constant.

@@ -168,20 +168,19 @@ class NamedParameterFlags:
 
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
-    """Return the roles of the parameters that Muon updates. These parameters are matrices, which Muon updates as a
-    whole."""
+    """Return the roles of the matrices that Muon updates."""
     routers = frozenset() if optimizer.options(MuonFlags).moe_router_skip_muon else frozenset({"router"})
     return frozenset({"hidden", "gate"}) | routers
 
 
 def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:
-    """Return a tuple of one dtype, in which Muon communicates and orthogonalizes matrices."""
+    """Return a tuple with the dtype in which Muon communicates and orthogonalizes matrices."""
     medium = optimizer.options(MuonFlags).muon_fp32_matmul_prec == "medium"
     return ("bfloat16" if main_dtype == "float32" and medium else main_dtype,)
 
 
 class PackedPlan(StatePlan):
-    """Storage of optimizer states in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
+    """State plan for optimizer states in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
 
     def holds(self, optimizer: Section) -> bool:
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer

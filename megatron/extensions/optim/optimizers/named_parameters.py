@@ -79,7 +79,7 @@ class GroupRule:
 
 @cache
 def group_rule(text: str) -> GroupRule:
-    """Parse a --param-group expression, 'REGEX key=value ...'. Raises ValueError if the expression is invalid. The
+    """Parse a --param-group expression, 'REGEX key=value ...'. Raise ValueError if the expression is invalid. The
     message has the form `--param-group text: rule; remedy`."""
     where = f"--param-group {text}"
     example = "write for example --param-group 'norm lr_mult=0.1 weight_decay=0'"

@@ -6,14 +6,14 @@ consists of a few kernels that read and write only the stored bytes.
 If parameters are bf16, the optimizer stores only the lower 16 bits of each fp32 main parameter. The bf16 parameter
 holds the upper 16 bits, so no bit is lost (Megatron-LM's --store-param-remainders).
 
-Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest,
-many bf16 and fp8 moments would never change, because one update changes them by less than half the distance to the next
-number. The random bits are a hash of the element's main parameter and the update number. A step therefore depends
-neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
+Rounding is stochastic: values are rounded up or down with probabilities that make the expected value exact. With
+rounding to nearest, many bf16 and fp8 moments would never change, because one update changes them by less than half the
+distance to the next number. The random bits are a hash of the element's main parameter and the update number. A step
+therefore depends neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
 
-fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. Buffers align parameters and
-shards to these blocks, so no sharding splits a block. These formats store the square root of the second moment, which
-needs only half the exponent range. The square root is rounded so that the expected value of its square is exact.
+fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. In buffers, parameters and shards
+are aligned to these blocks, so sharding splits no block. These formats store the square root of the second moment,
+which needs only half the exponent range. The square root is rounded so that the expected value of its square is exact.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool)
 
 
 def split_master(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 without loss into the nearest bf16 (ties away from zero) and an int16 remainder."""
+    """Split fp32 numbers without loss into the nearest bf16 numbers (ties away from zero) and int16 remainders."""
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
@@ -259,7 +259,7 @@ class PackedShard(Shard):
         return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
 
     def part(self, start: int, stop: int) -> Part:
-        """Return the views that an update of elements [start, stop) reads and writes. The range must be whole scale
+        """Return the views that an update of elements [start, stop) reads and writes. The range must consist of whole
         blocks."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))

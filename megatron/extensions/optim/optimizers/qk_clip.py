@@ -1,9 +1,9 @@
 """QK-clip (MuonClip): after an update, scale down the query and key projections of each head whose largest attention
 logit exceeds a threshold.
 
-The algorithm is algorithm 1 of Kimi K2 (arXiv 2507.20534, section 2.1). The largest logit of a head is the maximum over
-all samples of a step, on all data- and context-parallel ranks. If the largest logit S of a head exceeds the threshold
-tau, the factor tau / S is divided between the head's queries and keys.
+QK-clip is algorithm 1 of Kimi K2 (arXiv 2507.20534, section 2.1). The largest logit of a head is the maximum over all
+samples of a step, on all data- and context-parallel ranks. If the largest logit S of a head exceeds the threshold tau,
+the factor tau / S is divided between the head's queries and keys.
 """
 
 from __future__ import annotations

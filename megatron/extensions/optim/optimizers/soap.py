@@ -131,7 +131,7 @@ class Soap(Transform):
 
 def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
     """Rotate a matrix X: return Q_L^T X Q_R. If `back` is True, return the inverse rotation Q_L X Q_R^T. If one of the
-    two matrices in `basis` is None, X is not rotated on this side."""
+    two matrices in `basis` is None, X is not rotated on the corresponding side."""
     left, right = (None if each is None else each.mT if back else each for each in basis)
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
@@ -176,7 +176,8 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-    """Find the columns that are linearly independent of all independent columns before them.
+    """Find linearly independent columns. A column is selected if it is linearly independent of all columns that were
+    selected before it.
 
     A single QR decomposition identifies only the first dependent column reliably. For this column, the decomposition
     adds a direction of rounding errors to the basis, and compares later columns with this wrong basis.

@@ -26,7 +26,7 @@ FIELDS = (
 
 def with_branch(config: RunConfig) -> RunConfig:
     """Return the configuration of a branch. The branch loads its latest checkpoint in --save. If there is none yet, the
-    branch loads the checkpoint --branch-from. Raises StandInError if the branch cannot start.
+    branch loads the checkpoint --branch-from. Raise StandInError if the branch cannot start.
     """
     options, save = config.options(BranchFlags), config.checkpoint.save
     if options.branch_from is None:
@@ -57,8 +57,8 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the values of `FIELDS` with which a branch resumes from its own checkpoint. Raises ValueError if the
-    branch flags differ from the flags with which the branch started."""
+    """Return the values of `FIELDS` with which a branch resumes from its own checkpoint. Raise ValueError if the branch
+    flags differ from the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
@@ -95,7 +95,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Return the values of `FIELDS` for a new branch, which has not saved a checkpoint yet. Raises ValueError if the
+    """Return the values of `FIELDS` for a new branch, which has not saved a checkpoint yet. Raise ValueError if the
     branch cannot start from --branch-from."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None

@@ -149,7 +149,7 @@ def _check(text: str, piece: Piece) -> None:
 
 def without_tokens(text: str, seq_length: int) -> str:
     """Convert all lengths in tokens to lengths in samples in the text of a schedule. Each sample has `seq_length`
-    tokens. Raises ValueError in the same cases as `parse`."""
+    tokens. Raise ValueError in the same cases as `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
@@ -162,8 +162,8 @@ def without_tokens(text: str, seq_length: int) -> str:
 
 
 def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
-    """Return the length of each piece in samples, for a schedule of `total` samples. Raises ValueError if the sum of
-    the lengths is larger than `total`."""
+    """Return the length of each piece in samples, for a schedule of `total` samples. Raise ValueError if the sum of the
+    lengths is larger than `total`."""
     fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
     if fixed > total * (1 + 1e-9):
         raise ValueError(f"its pieces have {fixed:g} samples, but the schedule has only {total:g}; shorten some")

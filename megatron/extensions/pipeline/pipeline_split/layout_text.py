@@ -20,7 +20,7 @@ TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 def layers_of_stages(text: str) -> tuple[int, ...]:
     """Return the number of transformer layers in each stage, in the order of the stages.
 
-    Raises ValueError if the text is invalid. The error message states the violated rule and, after a semicolon, a
+    Raise ValueError if the text is invalid. The error message states the violated rule and, after a semicolon, a
     remedy.
     """
     stages = expanded(text).split("|")
@@ -38,13 +38,13 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 def multi_token_depths(text: str) -> int:
     """Return the number of multi-token prediction modules in the layout `text`.
 
-    Raises ValueError if `text` does not follow the grammar.
+    Raise ValueError if `text` does not follow the grammar.
     """
     return expanded(text).count("m")
 
 
 def expanded(text: str) -> str:
-    """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `text` does not follow the
+    """Expand repetitions and groups, and remove commas and spaces. Raise ValueError if `text` does not follow the
     grammar."""
     rest = re.sub(r"[,\s]", "", text)
     # Stack of lists: the first list contains the items outside parentheses, and each further list contains the items

@@ -39,7 +39,7 @@ class StagesByHand:
     @staticmethod
     def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
         """Return a mapping from stages to the numbers of layers that the flags specify. Stages whose number of layers
-        is not specified are omitted. Raises ValueError if the numbers do not fit the model and the pipeline layout."""
+        is not specified are omitted. Raise ValueError if the numbers do not fit the model and the pipeline layout."""
         flags = parallel.options(SplitFlags)
         if flags.pipeline_model_parallel_layout is not None:
             return dict(enumerate(stages_by_hand(model, parallel, flags.pipeline_model_parallel_layout)))

@@ -41,8 +41,8 @@ def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
 
 
 def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
-    """Return a schedule in which rank r runs k (p - r - 1) initial forward passes, and delays weight gradients by k r
-    microbatches."""
+    """Return a schedule in which rank r runs k (p - r - 1) initial forward passes, or one more if `in_turns` is True,
+    and delays weight gradients by k r microbatches."""
     lists = []
     for rank in range(p):
         behind = k * rank

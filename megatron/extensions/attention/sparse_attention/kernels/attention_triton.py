@@ -261,7 +261,7 @@ SCAN = 1024
 
 
 def tiling(device: torch.device) -> Tiling:
-    """Return the block sizes for a GPU according to its compute capability. Raises RuntimeError if the GPU's compute
+    """Return the block sizes for a GPU according to its compute capability. Raise RuntimeError if the GPU's compute
     capability is below 8.0."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):

@@ -52,9 +52,9 @@ def fits(index: Index, loss: Loss) -> bool:
 
 
 def sums_later(keys: int, count: int, heads: int) -> bool:
-    """Return True if it is faster to sum key gradients in a second pass over all query-key pairs than by atomic
-    additions. The second pass computes 4 FLOPs per pair, head and channel. Atomic additions add 4 bytes per selected
-    key and channel."""
+    """Return True if summing key gradients in a second pass over all query-key pairs is faster than atomic additions.
+    The second pass computes 4 FLOPs per pair, head and channel. Atomic additions add 4 bytes per selected key and
+    channel."""
     return count * SLOW_ADDITIONS >= keys * heads
 
 
@@ -71,7 +71,7 @@ def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
 
 
 def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Triton implementation of `divergence`."""
+    """Triton implementation of `divergence`, with the same arguments and results."""
     assert loss.picked is not None and loss.lse is not None
     q, k, weights = (x.contiguous() for x in index)
     keys_of_attention, count = loss.k.contiguous(), loss.picked.shape[-1]
