@@ -2,8 +2,8 @@
 
 Parameters and optimizer state are replicated along the mesh axes that do not shard them. Each rank hashes its replicas
 on the device. The replicas of a tensor along an axis are considered equal if the minimum of their hashes equals the
-maximum. This takes two small collectives per axis, regardless of the model size. If hashes differ, the ranks exchange
-the values, to report which elements differ on which ranks.
+maximum. The comparison takes two small collectives per axis, regardless of the model size. If hashes differ, the ranks
+exchange the values, to report which elements differ on which ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReplicaCheck(Callback):
 
 @dataclass(frozen=True)
 class Replica:
-    """Tensor of this rank, and the mesh axes along which other ranks hold copies of it."""
+    """Tensor of this rank, and the mesh axes along which other ranks hold copies of the tensor."""
 
     label: str
     values: Tensor
@@ -52,8 +52,8 @@ class Replica:
 
 
 def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState) -> int:
-    """Compare all replicas bit by bit, and return the number of compared tensors on this rank. Collective over the
-    world.
+    """Compare all replicas bit by bit, and return the number of compared tensors on this rank. This function is a
+    collective over the world.
 
     Raises ReplicaError on every rank if replicas differ. The message contains the first tensor that differs, the ranks
     and the values.
@@ -113,15 +113,15 @@ def bit_hash(x: Tensor) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Return the elements of `x` as a 1-D tensor of integers that have the same bits. In contrast to floating-point
-    numbers, NaNs with equal bits compare as equal."""
+    """Return the elements of `x` as a 1-D tensor of integers that have the same bits. As integers, NaNs with equal bits
+    compare as equal."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(-1).view(integers[x.element_size()])
 
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
-    """Return the index of the first hash that differs between ranks of the axis; None if the hashes are equal on all of
-    its ranks."""
+    """Return the index of the first hash that differs between ranks of the axis; None if all ranks of the axis have
+    equal hashes."""
     low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     places = (low != high).nonzero()
     return int(places[0]) if len(places) else None

@@ -61,7 +61,8 @@ Group = tuple[str, tuple[int, ...]]
 
 
 def groups_of(state: ParallelState) -> dict[str, Group]:
-    """Return a dict that maps torch's name of each process group of this rank to the `Group` key of the group."""
+    """Return a dict that maps the torch name of each process group of this rank to the `Group` key of the process
+    group."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():

@@ -21,9 +21,9 @@ from megatron.training.step_parts import runs_passes_in_turns
 class Profiler(Callback):
     """Callback that profiles from --profile-step-start to --profile-step-end, on the ranks of --profile-ranks.
 
-    On CPUs, and with --use-pytorch-profiler, the callback writes a trace for Perfetto and Chrome. Otherwise, it starts
-    and stops the capture of `nsys profile --capture-range=cudaProfilerApi`. Each operation and each pipeline action has
-    an NVTX range.
+    On CPUs, or if --use-pytorch-profiler is set, the callback writes a trace for Perfetto and Chrome. Otherwise, the
+    callback starts and stops the capture of `nsys profile --capture-range=cudaProfilerApi`. Each operation and each
+    pipeline action has an NVTX range.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -99,6 +99,6 @@ class Profiler(Callback):
 
 
 def output_folder(config: RunConfig, name: str) -> Path:
-    """Return the folder for profiles or traces. The folder is in --tensorboard-dir, in --save if --tensorboard-dir is
-    not set, or in the current folder if neither flag is set."""
+    """Return the folder for profiles or traces. The folder is a subfolder of --tensorboard-dir. If --tensorboard-dir is
+    not set, it is a subfolder of --save, or of the current folder if --save is not set either."""
     return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save_folder or ".") / name

@@ -29,7 +29,7 @@ class StepJudge:
         self.factors = torch.tensor(factors, dtype=torch.float64, device=device)
         self.state = torch.tensor(means or (0.0, 0.0, 0.0), dtype=torch.float64, device=device)
         """Running mean of the loss, running mean of the gradient norm, and the number of steps that contributed to
-        them."""
+        these means."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return two flags (1 or 0): whether to skip the step, and whether the step is a spike. A skipped step is not

@@ -56,7 +56,7 @@ NEWER_WEIGHTS = (
     "values, so the cause is the older weights or the hardware"
 )
 """Text that is reported if a second run of the step finds no non-finite value, under a pipeline schedule without a
-flush. Such a schedule does not keep the weights that a step used, so the second run uses newer weights."""
+flush. A schedule without a flush does not keep the weights that a step used, so the second run uses newer weights."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
 
 
 def not_saved(config: RunConfig) -> str:
-    """Return a message that the step was not saved because --save is a URL. Return an empty string if --save is a
-    folder or is not set."""
+    """Return a message which says that the step was not saved, because --save is a URL. Return an empty string if
+    --save is a folder or is not set."""
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None:
         return ""
@@ -170,7 +170,7 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
 
 
 def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
-    """Write the samples of this data-parallel rank. Returns an error message if writing fails; otherwise None."""
+    """Write the samples of this data-parallel rank. Return an error message if writing fails; otherwise None."""
     arrays = {}
     for name in batches[0]:
         parts = [part.cpu().numpy() for batch in batches if (part := batch[name]) is not None]

@@ -83,8 +83,8 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def without_data_flags(config: RunConfig) -> RunConfig:
-    """Reset the flags of extensions that create, change or distribute samples, because a replay uses the saved samples
-    instead."""
+    """Return a copy of `config` in which all flags that create, change or distribute samples have their default values.
+    A replay uses the saved samples instead."""
     for options in config.extension_options:
         if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
             config = config.with_options(type(options)())

@@ -115,8 +115,8 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Return the seconds that each part in `STEP_PARTS` took since the last call of this method. Waits for the
-        device."""
+        """Return the seconds that each part in `STEP_PARTS` took since the last call of this method. This method waits
+        for the device."""
         self._read(wait=True)
         taken = [self.seconds[phase] for phase in STEP_PARTS]
         self.seconds = dict.fromkeys(STEP_PARTS, 0.0)

@@ -20,7 +20,7 @@ MOST_TOKENS = 256
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Supported generation_kwargs."""
+    """The generation_kwargs of lm-evaluation-harness that this module supports."""
 
     max_gen_toks: int | None
     max_new_tokens: int | None
@@ -80,7 +80,7 @@ def continue_requests(
     A continuation ends at a stop string, at an end-of-document token, or at the maximum number of tokens. All texts
     grow together, by one token at a time. For each new token, the model runs a forward pass over the complete texts,
     which works under any parallel layout. `next_tokens` accepts a list of token sequences, and returns the next token
-    of each.
+    of each sequence.
     """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]

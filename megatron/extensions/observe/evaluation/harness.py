@@ -195,7 +195,7 @@ class Suite:
                 task.set_config("num_fewshot", num_fewshot)
             try:
                 cut = suite._cut(task, tokenizer, longest)
-            except Exception as error:  # as above
+            except Exception as error:  # the functions of a task may raise any exception
                 problems.append(f"--eval-tasks: task {task.task_name}: {type(error).__name__}: {error}")
                 continue
             if cut:

@@ -85,9 +85,9 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
 
 
 def model_of(run: TrainingRun) -> ParallelLM:
-    """Wrap the model of a run, under the run's layout, for the harness. The model continues texts with a key/value
-    cache. The cache does not support context parallelism. Under context parallelism, the model instead runs one pass
-    over the whole text for each token.
+    """Return an adapter through which the harness calls the model of a run. The model keeps the parallel layout of the
+    run. The model continues texts with a key/value cache. The cache does not support context parallelism. Under context
+    parallelism, the model instead runs one pass over the whole text for each token.
     """
     config = run.config
     runtime = run.runtime

@@ -1,5 +1,4 @@
-"""Token rows for a model, which are created from contexts and continuations, and batches of rows. This module does not
-import torch.
+"""Creation of token rows from contexts and continuations, and of batches of rows. This module does not import torch.
 
 A row is a sequence of input tokens for the model. The label of a token is the next token. Log-likelihoods are computed
 for the last `scored` labels. As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of
@@ -115,7 +114,7 @@ class Round:
     """Number of tokens per row. Shorter rows are padded on the right."""
 
     size: int
-    """Rows per micro-batch."""
+    """Number of rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """Numbers of the rows in each micro-batch, indexed as [replica][micro-batch]. In the last round, a micro-batch may

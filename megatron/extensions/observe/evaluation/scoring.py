@@ -37,7 +37,7 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer that runs rows through a model in batches.
+    """Callable that computes the scores of token rows. It runs batches of rows through a model.
 
     `forward` accepts a list of micro-batches of the same shape. Under context parallelism, each micro-batch contains
     only this rank's part of the sequence. On ranks of the last pipeline stage, `forward` returns the `token_scores` of
@@ -67,7 +67,7 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
         """Return the scores of all rows on every rank. This is a collective, to which all ranks pass the same rows.
-        Raises Stopped."""
+        Raises Stopped if the run is asked to stop before all rows are scored."""
         table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
         plan = list(plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size))
         self.progress(0, len(plan))
@@ -149,7 +149,7 @@ def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor
 
 @torch.no_grad()
 def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """Return the id of the most likely token at each position. logits: [s, b, V/t]. Returns int64 ids [s, b].
+    """Return the id of the most likely token at each position. logits: [s, b, V/t]. Return int64 ids [s, b].
 
     If several tokens have the same logit, the lowest id is returned. The logits are not gathered: each rank gathers
     only two numbers per position from the other ranks. Columns from `vocab_size` on are padding.

@@ -3,6 +3,6 @@ the run.
 
 Flags: --log-goodput.
 
-Start with `accounts`, which defines the parts of the wall time, and sums them over all starts of a run, which are
-recorded in `run_events.jsonl`. `hooks` measures the parts of the wall time in the running process.
+Start with `accounts`. This module defines the parts of the wall time, and sums the seconds of each part over all starts
+of a run, as recorded in `run_events.jsonl`. `hooks` measures the parts of the wall time in the running process.
 """

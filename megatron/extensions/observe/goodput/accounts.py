@@ -5,10 +5,10 @@ Goodput is useful step time over wall time:
     wall    = useful + startup + evaluation + save + repeated + rolled_back + skipped + idle + other
     goodput = useful / wall
 
-Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds that every part has taken since
-the first start of the run. The next start adds its seconds to the seconds in the last `goodput` event. If this start
-resumes from an earlier iteration than the last event, steps run again. To count the earlier time of these steps as
-`repeated`, the start also reads the event of the iteration from which it resumes.
+Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds that every part of the wall time
+has taken since the first start of the run. The next start adds its seconds to the seconds in the last `goodput` event.
+If this start resumes from an earlier iteration than the last event, steps run again. To count the earlier time of these
+steps as `repeated`, the start also reads the event of the iteration from which it resumes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADDED = ("rolled_back",)
 
 EVENT = "goodput"
 """Name of the event in `run_events.jsonl`. The fields of the event are "iteration", "began" (time of the first start of
-the run, in seconds since 1970), and "seconds" (by part)."""
+the run, in seconds since 1970), and "seconds" (seconds of each part of the wall time)."""
 
 Seconds = dict[str, float]
 
@@ -139,7 +139,7 @@ def _save_time(event: Mapping[str, object]) -> float:
 
 
 def _event_of(event: Mapping[str, object]) -> _Event | None:
-    """Parse a `goodput` event. Returns None for other events and for damaged events."""
+    """Parse a `goodput` event. Return None for other events and for damaged events."""
     seconds, iteration = event.get("seconds"), event.get("iteration")
     began = _number(event.get("began"))
     if event.get("event") != EVENT or not isinstance(seconds, Mapping) or not isinstance(iteration, int):

@@ -33,8 +33,8 @@ MOST_RECENT = 10_000
 
 
 class TensorBoardSink:
-    """TensorBoard sink. The numbers of each record are written as scalars with Megatron-LM's tags, and the
-    configuration as text.
+    """TensorBoard sink. The numbers of each record are written as scalars with Megatron-LM's tags. The configuration is
+    written as text.
 
     When a run resumes, TensorBoard hides the old values of iterations that run again. TensorBoard hides every old value
     whose step number is at least the first repeated iteration, regardless of the tag. Curves over samples use the

@@ -8,9 +8,9 @@ by decreasing loss:
 
 `set` is the name of a validation set (--valid NAME=PREFIX), and `source` is the dataset in a blend. `document` is the
 document number, as in tools/inspect_dataset.py --document, or null if the dataset has no document numbers. `tokens` is
-the number of tokens with a loss mask above 0, and `loss` is their mean loss. The loss of a token belongs to the
-document that contains the token, even if the token is the first one of the document and is predicted from the end of
-the previous document.
+the number of tokens with a loss mask above 0, and `loss` is the mean loss of these tokens. The loss of a token belongs
+to the document that contains the token, even if the token is the first one of the document and is predicted from the
+end of the previous document.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class DocumentLosses(Callback, Meter):
     """Evaluation that is in progress; None between evaluations."""
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Add losses [s/cp, b] to the sums of the documents that contain the predicted tokens. Waits for the device."""
+        """Add losses [s/cp, b] to the sums of the documents that contain the predicted tokens. This method waits for
+        the device."""
         if self.evaluation is None:
             return
         mask = batch.loss_mask.double()

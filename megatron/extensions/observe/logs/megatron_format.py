@@ -39,8 +39,8 @@ curve, although their tags are not listed here."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
-    """Yield a tuple (tag, value, step) for each number in a record. Values that Megatron-LM does not log keep this
-    program's names. A value in a table is named TABLE/COLUMN/ROW.
+    """Yield a tuple (tag, value, step) for each number in a record. Values that Megatron-LM does not log keep the names
+    that this program gives them. A value in a table is named TABLE/COLUMN/ROW.
     """
     for key, value in record.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,7 @@
 """Meters for losses by dataset of a blend, the parameter norm, zeros in the gradient, and the samples of each step.
 
---sample-log writes one JSON object per line with the samples in the order in which the data iterators returned them:
+The file of --sample-log contains one JSON object per step. The samples of a step are listed in the order in which the
+data iterators returned them:
 
     {"iteration": 3, "samples": [16, 23], "origins": ["data_text_document:412+96", ...],
      "documents": [[[412, 96, 30], [7, 0, 35]], ...], "crc32": ["5b0ea3c1", ...]}
@@ -71,8 +72,8 @@ class SourceTallies(Tallies):
             tally.index_add_(0, batch.source_ids, counts)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Return the mean loss of each source. The mean loss of a source is None if the loss mask excludes all tokens
-        of the source."""
+        """Return the mean loss of each source dataset. The mean loss of a dataset is None if the loss mask excludes all
+        tokens of the dataset."""
         return {f"source_{name}_loss": mean for name, mean in zip(self.names, means(summed), strict=True)}
 
     def report_evaluation(self, summed: Tensor, split: str) -> dict[str, float]:
@@ -158,7 +159,7 @@ class SampleLog(Callback):
             run.data.watchers.append(self._write)
 
     def _write(self, step: Step, batches: Sequence[MicroBatch]) -> None:
-        """Write the samples of a step. Collective over the data-parallel ranks."""
+        """Write the samples of a step. This method is a collective over the data-parallel ranks."""
         mine = [sample for batch in batches for sample in _samples(batch)]
         found = sorted(sample for part in gather_objects(mine, self._dp) for sample in part)
         if self._sink is None:

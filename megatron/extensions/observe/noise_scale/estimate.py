@@ -68,7 +68,7 @@ class Window:
 
     def estimate(self) -> Estimate | None:
         """Return the noise scale and its confidence interval. The noise scale is the mean estimate of tr(S), divided by
-        the mean estimate of |G|^2. The interval is computed with a jackknife over blocks of steps. Returns None if
+        the mean estimate of |G|^2. The interval is computed with a jackknife over blocks of steps. Return None if
         there are fewer than two steps or if the noise is too large for an estimate.
         """
         rows = list(self.rows)

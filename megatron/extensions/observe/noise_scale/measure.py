@@ -37,8 +37,8 @@ CUTS = ("tp", "expt_tp", "ep")
 
 
 def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
-    """Return True if the noise scale counts a parameter: its gradient must be complete on its rank under every parallel
-    layout."""
+    """Return True if the noise scale counts a parameter. The gradient of a counted parameter is complete on each rank
+    that holds the parameter, under every parallel layout."""
     copied = meta.role == "embedding" and bool(model.tied_embeddings or model.mtp_depths)
     return meta.matrix and len(meta.global_shape) > 1 and not copied and any(axis in meta.sharded for axis in CUTS)
 

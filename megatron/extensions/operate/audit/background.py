@@ -3,8 +3,8 @@ steps while training continues.
 
 Before an audited step, the ranks write the current weights and the samples of the step to the --save folder. After the
 backward passes of the step, each rank computes random-sign sums of its shard of the reduced gradients (`sketch`). The
-audit process computes the same sums from the recomputed gradients, and compares both. An audit is skipped if the audit
-process is still busy with the previous audit.
+audit process computes the same sums from the recomputed gradients, and compares these sums with the sums that the ranks
+computed. An audit is skipped if the audit process is still busy with the previous audit.
 """
 
 from __future__ import annotations

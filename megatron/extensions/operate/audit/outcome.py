@@ -51,8 +51,8 @@ class Outcome:
         self._end_if_due(iteration, finding)
 
     def _end_if_due(self, iteration: int, finding: Finding) -> None:
-        """Raise AuditError if audits have found the same rank at fault twice, or once if its weights are wrong. Every
-        rank raises the error, but the faulty rank raises it first."""
+        """Raise AuditError if two audits have found the same rank at fault, or if this audit has found wrong weights.
+        Every rank raises the error, but the faulty rank raises it first."""
         due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
         if not due and not finding.damages_state:
             return

@@ -1,11 +1,11 @@
 """Callback for --audit-by peer. Before an audited step, each rank computes the micro-batches of another rank, which
-holds the same weights in another data-parallel replica. Each rank then runs the step, and compares the computation of
-its micro-batches with the computation by the other rank.
+holds the same weights in another data-parallel replica. Each rank then runs the step with its own micro-batches, and
+compares this computation with the computation of the same micro-batches by its peer.
 
-A rank and its peer process the same micro-batches. Random numbers depend only on samples and positions, so both ranks
-compute the same values. In deterministic mode, the values are bitwise equal. If the recordings of a rank and its peer
-differ, all ranks compute the step once more. The third result shows which of the two ranks computed wrong values. The
-optimizer then uses the gradients of the third computation.
+The peer of a rank is the rank that also computes the micro-batches of this rank. Random numbers depend only on samples
+and positions, so both ranks compute the same values. In deterministic mode, the values are bitwise equal. If the
+recordings of a rank and its peer differ, all ranks compute the step once more. The third result shows which of the two
+ranks computed wrong values. The optimizer then uses the gradients of the third computation.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PeerAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _note_weights(self) -> None:
-        """Store hashes of the weights when the next step is an audited step."""
+        """Store hashes of the weights if the next step is an audited step."""
         self._settle()
         self._weights, self._noted_at = self._hashes_of_weights(shards=True), self.run.progress.iteration
 
@@ -119,8 +119,8 @@ class PeerAudit(Callback, Meter):
 
     def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
         """Return a hash for each parameter that is not sharded over data-parallel ranks. If `shards` is True, also
-        return a hash for each shard of this rank. The peer holds different shards, so it cannot compare the hashes of
-        shards."""
+        return a hash for each shard of this rank. Hashes of shards cannot be compared with the hashes of the peer,
+        because the peer holds different shards."""
         parts = list(self.run.ddp.sharded_params())
         sharded = {piece.meta.name for piece in parts}
         found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
@@ -219,8 +219,8 @@ class PeerAudit(Callback, Meter):
 
     def _exchanged(self, recording: Recording) -> Tensor:
         """Send the recording of another rank's micro-batches to that rank, and receive the peer's recording of this
-        rank's micro-batches. Return the received recording as an int64 tensor [n, 1 + COLUMNS]. Collective over the
-        data-parallel ranks."""
+        rank's micro-batches. Return the received recording as an int64 tensor [n, 1 + COLUMNS]. This method is a
+        collective over the data-parallel ranks."""
         dp, device = self.run.runtime.state.dp, self.run.runtime.device
         rows = recording.rows.to(device)
         outgoing, incoming = [0] * dp.size, [0] * dp.size

@@ -3,9 +3,9 @@
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
 Each snapshot is a subfolder of FOLDER. The process reads the names of snapshots from standard input, one per line, and
-writes `result.json` to each snapshot. A step is computed in the run's number format and in a wider number format. The
-difference between the gradients of the two computations shows the effect of rounding on each gradient, and determines
-the tolerance.
+writes `result.json` to each snapshot. Each step is computed twice: in the run's number format and in a wider number
+format. The difference between the gradients of the two computations shows the effect of rounding on each gradient, and
+determines the tolerance.
 
 FOLDER contains these files:
 
@@ -66,7 +66,8 @@ LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 
 
 class Piece(NamedTuple):
     """Part of a gradient that one rank computes or owns. The gradient of a parameter slice, which begins at `offset`
-    and has the shape `shape`, is flattened. The piece consists of the elements [start, stop) of the result."""
+    and has the shape `shape`, is flattened. The piece consists of the elements [start, stop) of the flattened
+    gradient."""
 
     rank: int
     name: str

@@ -36,7 +36,7 @@ _MIXER = -4417276706812531889
 
 @torch.no_grad()
 def sketch_of(x: Tensor) -> Tensor:
-    """Compute the sketch of a tensor on the device of `x`, without a synchronization. Returns an int64 tensor
+    """Compute the sketch of a tensor on the device of `x`, without a synchronization. Return an int64 tensor
     [COLUMNS]. `x` may have any shape."""
     flat = x.detach().contiguous().view(-1)
     total = hash_of(flat)
@@ -65,7 +65,7 @@ def hash_of(x: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Divide a flat tensor into blocks of `BLOCK` elements; the last block may be shorter. Yields pairs: the number of
+    """Divide a flat tensor into blocks of `BLOCK` elements; the last block may be shorter. Yield pairs: the number of
     the first block, and a tensor [number of blocks, elements per block]."""
     whole = flat.numel() // BLOCK
     for first in range(0, whole, AT_A_TIME):

@@ -83,8 +83,8 @@ class Tape:
 
     def rows(self) -> tuple[list[Entry], Tensor]:
         """Return the n recorded entries and an int64 tensor [n, 1 + COLUMNS] in host memory with one row per entry. A
-        row consists of a checksum of the entry's kind and label, followed by the sketch. The gradients before their
-        reduction (`buckets`) come last."""
+        row consists of a checksum of the entry's kind and label, followed by the sketch of the tensor. The gradients
+        before their reduction (`buckets`) come last."""
         names = sorted(self.buckets)
         entries = [*self.entries, *(Entry(BUCKET, name) for name in names)]
         sketches = torch.stack([*self.sketches, *(self.buckets[name] for name in names)]).cpu()

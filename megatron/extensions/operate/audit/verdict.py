@@ -111,7 +111,7 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """Determine the faulty rank. `reports` contains the reports of all ranks, in rank order. Returns None if no report
+    """Determine the faulty rank. `reports` contains the reports of all ranks, in rank order. Return None if no report
     contains a difference."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)

@@ -55,7 +55,7 @@ def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[
     complete, and on one rank only.
 
     Checkpoint folders in `held` are kept, and so are folders that do not contain a complete checkpoint. A checkpoint
-    folder is renamed to a hidden name before its files are deleted. Raises OSError.
+    folder is renamed to a hidden name before its files are deleted. Raises OSError if files cannot be deleted.
     """
     storage = storage_of(root)
     folders = {number: path for number, path in saved_folders(root).items() if storage.exists(path / MANIFEST)}
@@ -78,7 +78,7 @@ class Retention(Callback):
 def _link(link: PurePath, target: str) -> None:
     """Make `link` a symbolic link to `target`, atomically. If `link` exists but is not a link, do nothing. If the
     storage does not support links, write `target` to a text file that is named `link` with the suffix .txt. Raises
-    OSError."""
+    OSError if neither can be written."""
     if not isinstance(link, Path):
         storage_of(link).write(link.with_suffix(".txt"), f"{target}\n".encode())
         return

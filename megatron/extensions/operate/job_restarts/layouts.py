@@ -1,5 +1,6 @@
-"""Search for a layout with which a run can continue on fewer ranks without a change of its global batch. The result is
-the layout that fits in memory and for which the planner predicts the fastest step. This module does not import torch.
+"""Search for a layout with which a run can continue on fewer ranks without changing its global batch size. The result
+is the layout that fits in memory and for which the planner predicts the fastest step. This module does not import
+torch.
 
 If the planner has no performance data for the device, for example on CPUs, layouts are ranked with the data of an H100.
 The search also considers the layout that the run's flags describe, with fewer data-parallel replicas.

@@ -17,8 +17,8 @@ starts are numbered from 0. The store has these keys for worker W and start numb
     `newest`: number of the newest start.
 
 When the ranks are started again, the keys of the previous start are deleted, including keys that ranks have set. If the
-launcher serves a store, as torchrun does, the parents use this store. Otherwise, worker 0 forks a process that serves
-one.
+launcher serves a store, as torchrun does, the parents use this store. Otherwise, worker 0 forks a process that serves a
+store.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Start:
     """Layout of the run, serialized by `layouts.layout_text`; empty for the layout of the run's flags."""
 
     ends: str = ""
-    """Reason why the ranks cannot be started again; empty if they can."""
+    """Reason why the ranks cannot be started again; empty if they can be started again."""
 
     @classmethod
     def from_json(cls, text: str) -> Start:
@@ -180,8 +180,8 @@ class Parents:
     worker: int
     world: int
     serves: StoreProcess | None = None
-    """Process that worker 0 has forked to serve the store. None on all other workers, and None if the launcher serves
-    the store."""
+    """Process that worker 0 has forked to serve the store. The value is None on all other workers, and also on worker 0
+    if the launcher serves the store."""
 
     startup: float = 0.0
     """Maximum time in seconds until each parent connects to the store for the first time."""

@@ -169,7 +169,7 @@ def is_failure(code: int) -> bool:
 
 def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
     """Run a process of the launcher as a parent: fork the process of a rank, and fork it again whenever the parents of
-    all ranks agree to restart. Returns the exit code of the rank's last process."""
+    all ranks agree to restart. Return the exit code of the rank's last process."""
     global _progress
     _progress = mmap.mmap(-1, MET + 1)
     spares = config.options(RestartConfig).spare_ranks
@@ -203,7 +203,7 @@ class Parent:
         self._signals = ParentSignals()
 
     def run(self) -> int:
-        """Run the rank of this process until the run ends or cannot be restarted. Returns the exit code for this
+        """Run the rank of this process until the run ends or cannot be restarted. Return the exit code for this
         process."""
         if not self.config.training.exit_signal_handler:
             return self._starts()
@@ -250,7 +250,7 @@ class Parent:
         """Run the rank of this process until the rank ends, or wait as a spare until the ranks end. `number` counts the
         starts of the ranks from 0.
 
-        Returns the exit code and the reason why the ranks are not started again. If the reason is empty and the exit
+        Return the exit code and the reason why the ranks are not started again. If the reason is empty and the exit
         code is a failure, the ranks are started again."""
         roster, worker = self._start.roster, self.launch.rank
         if worker not in roster:
@@ -298,7 +298,7 @@ class Parent:
         return self._attempt(config, launch)
 
     def _wait(self, number: int) -> tuple[int, str]:
-        """Wait as a spare, without a rank, until the ranks end or are restarted. Returns an exit code and a reason, as
+        """Wait as a spare, without a rank, until the ranks end or are restarted. Return an exit code and a reason, as
         `_one_start` does. Spares ignore signals that request the ranks to save and exit. A spare process ends when the
         ranks end."""
         offer, lease = offered(self.config)

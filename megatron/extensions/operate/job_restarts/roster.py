@@ -28,7 +28,7 @@ def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, st
 
 
 def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
-    """Replace each lost worker in a roster with a spare. Returns None if there are too few spares.
+    """Replace each lost worker in a roster with a spare. Return None if there are too few spares.
 
     A rank whose worker is alive keeps this worker. If possible, all ranks that one host has lost move to spares on a
     single host, so that these ranks still share a host. Spares on the host that has lost the ranks are preferred if

@@ -6,15 +6,15 @@ the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses
 `iter_0000100/attempt-5b0ea3c1d2f4`. The first line of the object `iter_0000100/published.txt` names the attempt that is
 the valid checkpoint. The second line of `published.txt` names the attempt that is in progress. A process writes
 `published.txt` when it begins an attempt, and again when the attempt is complete. Both writes of `published.txt` fail
-if another process has changed the object in the meantime. A late request of an earlier attempt can therefore not change
-`published.txt`; it can only write to the subfolder of that attempt. When a process saves the next checkpoint, it
-deletes all subfolders that `published.txt` does not name.
+if another process has changed the object in the meantime. Therefore, a late request of an earlier attempt cannot change
+`published.txt`. Such a request can only write to the subfolder of its own attempt. When a process saves the next
+checkpoint, it deletes all subfolders that `published.txt` does not name.
 
 Code that reads a checkpoint uses the same paths as for a checkpoint on a disk. For example, reading
 `iter_0000100/metadata.json` returns the content of `metadata.json` in the subfolder of the published attempt. Folders
 that other programs read, such as Hugging Face exports, do not use attempts. A folder without attempts contains the file
-`.unfinished` until the folder is complete. Checkpoints that earlier versions of this program have written also contain
-their files directly.
+`.unfinished` until the folder is complete. In checkpoints that earlier versions of this program wrote, the files are
+also directly in the checkpoint folder.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class AttemptStorage(FsspecStorage):
         return self._current[checkpoint]
 
     def _has_moved(self, path: PurePath) -> bool:
-        """Return True if the published attempt of a checkpoint has changed since this process last read its name."""
+        """Return True if the published attempt of a checkpoint has changed since this process last read the name of the
+        attempt."""
         if not _may_be_of_an_attempt(path):
             return False
         return self._attempt(path.parent) != self._attempt(path.parent, again=True)

@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
     size: int
     fetch: Callable[[int, int], bytes]
-    """Function that reads `length` bytes from `start`. Raises OSError."""
+    """Function that reads `length` bytes from `start`. It raises OSError if the file cannot be read."""
 
     @property
     def key(self) -> str:
@@ -82,7 +82,7 @@ class BlockCache:
 
     def read(self, stored: Stored, start: int, length: int) -> bytes:
         """Read up to `length` bytes, starting at the offset `start`. Fewer bytes are returned at the end of the file.
-        Raises OSError."""
+        Raises OSError if the file cannot be read."""
         end, size = min(start + length, stored.size), self.block_bytes(stored)
         if end <= start:
             return b""
@@ -174,7 +174,7 @@ class BlockCache:
             counter.write_bytes(b"%d" % (kept + nbytes))
 
     def _evict(self, allowed: int) -> int:
-        """Delete the least recently used blocks until at most `allowed` bytes remain. Returns the number of remaining
+        """Delete the least recently used blocks until at most `allowed` bytes remain. Return the number of remaining
         bytes."""
         blocks = sorted(self._blocks())
         kept = sum(size for _, size, _ in blocks)

@@ -1,13 +1,13 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
-`Storage` describes how folders are written. A folder contains the file `.unfinished` until all other files are written.
-The last of them is the manifest. Writing a folder therefore does not require renames, and readers never see a folder
-whose upload was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read
-from the environment, or from the configuration files of the store's command-line tools.
+The class `Storage` describes how folders are written. A folder contains the file `.unfinished` until all other files
+are written. The manifest is written last. Writing a folder therefore does not require renames, and readers never see a
+folder whose upload was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials
+are read from the environment, or from the configuration files of the store's command-line tools.
 
-On S3, objects are uploaded in parts from memory. Objects are replaced conditionally: replacing fails if another process
-has changed the object (`s3_requests`). On other stores, each object is uploaded from a temporary file. Objects are
-replaced conditionally only if the fsspec package supports conditional writes.
+On S3, objects are uploaded in parts from memory. Objects are replaced conditionally: a replacement fails if another
+process has changed the object (`s3_requests`). On other stores, each object is uploaded from a temporary file. On these
+stores, objects are replaced conditionally only if the fsspec package of the store supports conditional writes.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class FsspecStorage(Storage):
             raise FileExistsError(f"{path} was changed by another writer")
 
     def _tell_of_races(self, path: PurePath) -> None:
-        """Print a notice, once, that the store does not support conditional writes."""
+        """Print a notice that the store does not support conditional writes. The notice is printed only once."""
         if not self._told:
             self._told = True
             rule = "this store has no conditional writes, so an object is read and compared before it is replaced"

@@ -109,7 +109,7 @@ class Limits:
             self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)
 
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
-        """Make a request, and retry it with increasing delays if it fails, for `retry_seconds`.
+        """Make a request. If the request fails, retry it with increasing delays, for at most `retry_seconds`.
 
         `request` is called with the number of the attempt, starting at 0. If the number is above 0, `request` must
         expect that an earlier attempt has succeeded although its response was lost. This method raises an OSError if

@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
-    """Yield the blocks in object storage that contain a sample. Yields nothing if the data set cannot list the
+    """Yield the blocks in object storage that contain a sample. Yield nothing if the data set cannot list the
     documents of a sample."""
     while isinstance(dataset, SampleOrder):
         dataset, index = dataset.place(index)

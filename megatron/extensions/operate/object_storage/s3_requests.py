@@ -1,4 +1,4 @@
-"""S3 requests that fsspec has no methods for: multipart uploads from memory, and conditional reads and writes.
+"""S3 requests for which fsspec has no methods: multipart uploads from memory, and conditional reads and writes.
 
 This module does not import torch.
 """
@@ -50,7 +50,7 @@ class S3(NamedTuple):
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
         """Write an object if its current content is `expected`. If `expected` is None, write the object if it does not
-        exist. Returns False if the content is not `expected`, or if the object exists although `expected` is None."""
+        exist. Return False if the content is not `expected`, or if the object exists although `expected` is None."""
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:

@@ -1,8 +1,8 @@
 """Two-tier checkpoints (--save-local): checkpoints are saved on a fast local file system and uploaded to --save in the
 background.
 
-All checkpoints of the run are saved to the local folder, which keeps only the newest ones. A thread of the first rank
-uploads the checkpoints that --save-interval requests, and the last checkpoint of the run. A resumed run loads the
+All checkpoints of the run are saved to the local folder, which keeps only the newest checkpoints. A thread of the first
+rank uploads the checkpoints that --save-interval requests, and the last checkpoint of the run. A resumed run loads the
 newest complete checkpoint from either location.
 """
 

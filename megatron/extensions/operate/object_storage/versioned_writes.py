@@ -14,10 +14,10 @@ About = Mapping[str, object]
 
 
 def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, expected: bytes) -> bool:
-    """Replace an object if its current content is `expected`. Returns False if the content differs.
+    """Replace an object if its current content is `expected`. Return False if the content differs.
 
     Raises NotImplementedError for stores without conditional writes. If another process changes the object between the
-    comparison and the write, the error of the store is raised."""
+    comparison and the write, the store refuses the write, and this function raises the error of the store."""
     if (write := WRITES.get(scheme)) is None:
         raise NotImplementedError(scheme)
     try:

@@ -54,8 +54,8 @@ def host_name() -> str:
 
 
 def folder_of(memory: str, save: str | PurePath) -> Path:
-    """Return this host's folder for the copies of a run. The folder is in the file system `memory`, and its name
-    depends on --save."""
+    """Return this host's folder for the copies of a run. The folder is in the file system `memory`, and the name of the
+    folder depends on --save."""
     digest = hashlib.sha256(f"{resolved(located(save))}\n{host_name()}".encode()).hexdigest()[:16]
     return Path(memory) / f"megatron-copies-{os.getuid()}-{digest}"
 
@@ -72,7 +72,7 @@ class Address:
 
 def open_holder(folder: Path, keep: float) -> Address:
     """Return the address of this host's holder process. If there is no holder, or if the holder does not answer, start
-    a new one. Raises OSError."""
+    a new one. Raises OSError if no holder can be started."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
@@ -89,7 +89,7 @@ def open_holder(folder: Path, keep: float) -> Address:
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
     """Hold a lock on the folder in the `with` block, so that only one process of this host at a time looks for the
-    holder process or starts one. Raises OSError."""
+    holder process or starts one. Raises OSError if the folder cannot be locked."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
         while True:
@@ -124,7 +124,7 @@ def _end_silent(folder: Path) -> None:
 
 
 def _started(folder: Path, keep: float) -> Address:
-    """Start the holder process of this host, and return its address. Raises OSError."""
+    """Start the holder process of this host, and return its address. Raises OSError if the holder does not start."""
     words = [sys.executable, "-I", "-S", str(PROGRAM), str(folder), own_address(), str(keep)]
     process = subprocess.Popen(
         words,
@@ -167,7 +167,7 @@ def _has_holder(folder: Path) -> bool:
 
 
 def own_address() -> str:
-    """Return the address of this host in the network through which it reaches the store."""
+    """Return the address of this host in the network that connects the host with the store."""
     store = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "9"))
     family, kind, _, _, target = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
@@ -291,7 +291,8 @@ def reached(holder: Address) -> Link:
 
 def opened(folder: Path, keep: float) -> tuple[Address, Link]:
     """Return the address of this host's holder process, and a connection to this process. If no holder answers, start a
-    new one first. While the connection is open, this process is registered as a rank. Raises OSError."""
+    new one first. While the connection is open, this process is registered as a rank. Raises OSError if no holder can
+    be started."""
     for _ in range(2):
         with suppress(OSError):  # retry if the holder ended before the connection was opened
             return (found := open_holder(folder, keep)), leased(found)

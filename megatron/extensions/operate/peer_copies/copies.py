@@ -1,7 +1,7 @@
 """Copies of a rank's state after a step. The state is first copied to the memory of the rank's own host. A thread then
-sends the copy to other hosts. The copies of a step are valid after all ranks have reported in the store that theirs are
-complete. Each part of the state has two files, called slots: one for the copy of the previous step, which remains until
-all ranks have reported, and one for the copy in progress.
+sends the copy to other hosts. The copies of a step are valid after all ranks have reported in the store that their
+copies are complete. Each part of the state has two files, called slots: one for the copy of the previous step, which
+remains until all ranks have reported, and one for the copy in progress.
 
 The store has these keys:
 
@@ -119,7 +119,7 @@ class Copies:
         """Last iteration for which all ranks have completed their copies; None if there is none."""
 
         self.failure = ""
-        """Reason why the copies of the last step are incomplete; empty if they are complete."""
+        """Reason why the copies of the last step are incomplete; empty if the copies are complete."""
 
         self._store, self._world = store, world
         self._pace = pace
@@ -136,7 +136,7 @@ class Copies:
         self._lease: Link | None = None
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Register a function to be called once, by the thread that sends copies, when the first copies are
+        """Register a function. The thread that sends copies calls this function once, when the first copies are
         complete."""
         self._first = call
 

@@ -47,7 +47,7 @@ def write_fault(folder: Path, fault: Fault) -> None:
 
 
 def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
-    """Record the failure of a rank that ended without recording one itself. The parent process of the rank calls this
+    """Record the failure of a rank that ended without recording its failure. The parent process of the rank calls this
     function. If a rank of this host has recorded a failure since `since`, do nothing. Usually, the surviving ranks
     record the failure. If the kernel kills all ranks of a host because memory is exhausted, only the parents of the
     ranks can record the failure.
@@ -96,8 +96,8 @@ class Recovery:
     """Method by which the ranks were started again. The value is one of this module's constants, such as `SPARES`."""
 
     source: str
-    """Where the training state was loaded from: `copies in memory` or `checkpoint on disk`. The value is `the
-    beginning` if no state was loaded."""
+    """Source of the loaded training state: `copies in memory` or `checkpoint on disk`. The value is `the beginning` if
+    no state was loaded."""
 
     why: str
     """Reason why the state was not loaded from copies in memory; empty if it was loaded from copies or if there were no

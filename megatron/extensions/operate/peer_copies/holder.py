@@ -11,7 +11,7 @@ own copies directly to these files:
 
 Each time the ranks are started, their copies form a new generation with its own folder. A process that was suspended
 and continues to write after a restart can therefore not change the copies of the new generation. Each part has two
-files, called slots, so that one is complete while the other is being written.
+files, called slots, so that one file is complete while the other file is being written.
 
 This module imports neither torch nor this package. Any process that can reach the port can connect. Therefore, each
 request must contain the token of the holder, and file names in requests are validated. The holder deletes all copies
@@ -134,7 +134,7 @@ class Holder(socketserver.ThreadingTCPServer):
                 return
 
     def is_current(self) -> bool:
-        """Return True if the folder exists and no other holder process has taken it over."""
+        """Return True if the folder exists and no other holder process has taken over the folder."""
         with suppress(OSError, ValueError, KeyError):
             return bool(json.loads((self.folder / ABOUT).read_bytes())["token"] == self.token)
         return False

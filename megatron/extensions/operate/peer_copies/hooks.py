@@ -280,7 +280,7 @@ class PeerCopies(Callback):
         data: Callable[[int], str | None],
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load the training state from the copies `found`. Returns the same values as `_resume`. Raises CopyError if
+        """Load the training state from the copies `found`. Return the same values as `_resume`. Raises CopyError if
         copies are lost during the load and there is no checkpoint on disk."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)

@@ -54,7 +54,7 @@ def memory_of(config: RunConfig) -> Path | None:
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:
-    """Offer the copies on this host to ranks on other hosts. Returns an `IdleHost` as JSON text, and an open connection
+    """Offer the copies on this host to ranks on other hosts. Return an `IdleHost` as JSON text, and an open connection
     that keeps the holder process of this host alive. If the host has no copies, the text is empty and the connection is
     None."""
     folder = memory_of(config)
@@ -66,15 +66,15 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
 
 
 def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
-    """Write the texts `offers`, in which hosts without ranks offer their copies (`offered`), to a file. The ranks of
-    this host read the file when they start."""
+    """Write `offers` to a file. Each offer is a text that `offered` returned on a host without ranks. The ranks of this
+    host read the file when they start."""
     folder = memory_of(config)
     if folder is not None and folder.is_dir():
         write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """Read the file that `leave_note` wrote, and delete it. Returns the hosts without ranks whose holder processes
+    """Read the file that `leave_note` wrote, and delete it. Return the hosts without ranks whose holder processes
     answer."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):

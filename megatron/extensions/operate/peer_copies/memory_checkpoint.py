@@ -1,5 +1,5 @@
-"""Checkpoint that reads the training state from copies in the memory of hosts. Such a checkpoint can be loaded under
-any parallel layout. Loading verifies the checksum of each tensor shard."""
+"""Checkpoint that reads the training state from copies in the memory of hosts. The checkpoint can be loaded under any
+parallel layout. Loading verifies the checksum of each tensor shard."""
 
 from __future__ import annotations
 

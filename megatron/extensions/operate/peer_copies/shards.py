@@ -92,8 +92,8 @@ def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
 
 def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
     """Return all parts of the training state whose bytes this rank holds. The first part contains the tensors that only
-    this rank holds. Each other part contains tensors that the same set of data-parallel ranks holds. Collective over
-    the data-parallel ranks."""
+    this rank holds. Each other part contains tensors that the same set of data-parallel ranks holds. This function is a
+    collective over the data-parallel ranks."""
     mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
     found = gather_objects((rank, mine), state.dp_cp)
     main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}

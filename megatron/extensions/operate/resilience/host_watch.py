@@ -138,8 +138,8 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Maps a host to the number of seconds for which it had been silent when it last answered over TCP. Contains
-        only hosts from which no heartbeat has ever arrived."""
+        """Maps a host to the number of seconds for which it had been silent when it last answered over TCP. The dict
+        contains only hosts from which no heartbeat has ever arrived."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""
@@ -298,9 +298,9 @@ class HostWatch(Watch):
         return place.startswith("step") and now - self._since > PEACE
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
-        """Return a report that the run has ended on some hosts while it continues on this host. `ended` maps each of
-        those hosts to the number of seconds since the run ended there. `failed` states whether the run ended with a
-        failure on those hosts."""
+        """Return a report that the run has ended on some hosts while it continues on this host. `ended` maps each host
+        on which the run has ended to the number of seconds since that time. `failed` states whether the run ended with
+        a failure on these hosts."""
         fine = "without a failure, while this rank is in a step"
         how = "with a failure whose report has not arrived here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
@@ -309,8 +309,9 @@ class HostWatch(Watch):
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
-        """Return True if a host answers over TCP although no heartbeat has ever arrived from it. Its UDP datagrams are
-        then blocked, but the host is alive. `age` is the number of seconds for which the host has been silent."""
+        """Return True if a host answers over TCP although no heartbeat has ever arrived from it. In this case, the host
+        is alive, but its UDP datagrams are blocked. `age` is the number of seconds for which the host has been
+        silent."""
         if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
         first, self._excused[host] = host not in self._excused, age

@@ -119,7 +119,7 @@ class Lease(ABC):
 
     @abstractmethod
     def _read(self) -> LeaseText | None:
-        """Return the current lease; None if there is no lease or if it cannot be read."""
+        """Return the current lease; None if there is no lease or if the lease cannot be read."""
 
     @abstractmethod
     def _take(self, found: LeaseText | None) -> None:
@@ -128,12 +128,12 @@ class Lease(ABC):
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
-        """Renew the lease if this run still holds it. Returns an error that states the reason if this run has lost the
+        """Renew the lease if this run still holds it. Return an error that states the reason if this run has lost the
         lease. Raises OSError if the storage does not answer."""
 
     @abstractmethod
     def _remove(self) -> None:
-        """Delete the lease. Raises OSError."""
+        """Delete the lease. Raises OSError if the lease cannot be deleted."""
 
     def acquire(self) -> None:
         """Acquire the lease for this run, which may take up to `STALE` seconds. Raises LeaseError if another run still
@@ -201,7 +201,7 @@ class Lease(ABC):
 
 
 def _parsed(text: bytes | None) -> LeaseText | None:
-    """Parse the content of a lease. Returns None if there is no lease or if the content is damaged."""
+    """Parse the content of a lease. Return None if there is no lease or if the content is damaged."""
     try:
         found = parse_json(text.decode()) if text is not None else None
     except ValueError:

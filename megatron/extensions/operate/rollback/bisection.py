@@ -56,9 +56,9 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
-        """Find the spike and the newest checkpoint before it. By default, the spike is the one that caused the last
-        rollback, or the largest increase of the loss if there were no rollbacks. Raises ValueError if there are too few
-        records to find a spike, or if there is no such checkpoint before the spike."""
+        """Find the spike and the newest checkpoint before the spike. By default, the spike is the spike that caused the
+        last rollback. If there were no rollbacks, the spike is the largest increase of the loss. Raises ValueError if
+        there are too few records to find a spike, or if there is no checkpoint before the spike."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
         back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
@@ -84,7 +84,7 @@ class RunFiles:
 
     def difference(self, base: Outcome, suspect: int) -> float | None:
         """Compare the losses of the run with those of an unchanged repetition, and return the largest relative
-        difference at any iteration before `suspect`. Returns None if there are no losses to compare."""
+        difference at any iteration before `suspect`. Return None if there are no losses to compare."""
         own = self.losses_before(suspect - 1)
         shares = [abs(loss / own[at] - 1.0) for at, loss in base.losses.items() if own.get(at)]
         return max(shares, default=None)
@@ -99,7 +99,7 @@ class RunFiles:
         return known.get(self.spike, otherwise)
 
     def value(self, name: str, iteration: int) -> float | None:
-        """Return the latest recorded value of the field `name` at or before an iteration. Returns None if there is no
+        """Return the latest recorded value of the field `name` at or before an iteration. Return None if there is no
         such value."""
         found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
         return float(found[-1]) if found else None
@@ -134,7 +134,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Losses of all branches that a bisection has run, and the cause of the spike that they show."""
+    """Losses of all branches that a bisection has run, and the cause of the spike according to these losses."""
 
     spike: int
     suspect: int
@@ -174,7 +174,7 @@ def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
 
 
 def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | Bisection]:
-    """Run all branches of a bisection, one after another. Yields a log line before each branch, and finally the
+    """Run all branches of a bisection, one after another. Yield a log line before each branch, and finally the
     result."""
     spike, last = files.spike, files.spike + after
     yield f"branches from the checkpoint of iteration {files.checkpoint} to iteration {last}"

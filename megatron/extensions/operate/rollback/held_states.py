@@ -32,7 +32,8 @@ class HeldState:
     boxes: dict[str, list[LocalBox]] = field(default_factory=dict)
 
     def take(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
-        """Copy the state of a step. Copies from a GPU run asynchronously on the GPU's current stream."""
+        """Copy the state of a step. Copies from a GPU are asynchronous, and are launched on the current stream of the
+        GPU."""
         self.iteration, self.payload = iteration, payload
         if not self.boxes:
             self.boxes = {key: [_room(box) for box in tensors[key].boxes] for key in tensors}

@@ -181,8 +181,8 @@ class Rollback(Callback):
         return {number for number in passed if number <= iteration}
 
     def _go_back(self, verdict: Verdict, found: Decision, source: Checkpoint | PurePath) -> None:
-        """Return to the state in `source`, and skip the batches that `found` names when the run reaches them.
-        Collective."""
+        """Return to the state in `source`. When the run later reaches the batches that `found` selects, it skips these
+        batches. Collective."""
         run, began = self._run, time.perf_counter()
         assert run is not None
         kept = [*self.passed_over, (found.first, found.last)]

@@ -2,8 +2,8 @@
 
 The measurement is the same under every parallel layout. For a mean of squares, every rank measures a sum of squares and
 a number of elements, and both are summed over all ranks. Ranks that hold replicas of the same activations contribute to
-both sums, so the ratio of the sums equals the mean that a single process computes. This works for any layer, including
-custom layers. Hooks measure the output of each layer, and the output of each submodule with a weight matrix.
+both sums, so the ratio of the sums equals the mean that a single process computes. The measurement works for any layer,
+including custom layers. Hooks measure the output of each layer, and the output of each submodule with a weight matrix.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class GrowthRule(Generic[Member]):
     """Rule that finds outliers in one group of members, such as the layers of a model.
 
     A member is reported only if it has at least `warm_up` earlier windows. Members for which `family` returns the same
-    value are not compared with each other: their values are relative to each other, so growth of one member makes the
-    others appear to shrink.
+    value, such as the shards of one parameter, are not compared with each other. The values of these members are
+    relative to each other, so growth of one member makes the others appear to shrink.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Per-layer statistics: norms of weights, gradients and updates, and statistics of activations, attention logits and
 routers.
 
-A measured step stores one flat tensor of sums and one flat tensor of maxima on the device, so that no step waits for
-the measurements. The tensors are reduced over all ranks when a log interval ends: the sums in the same collective as
-other logged values, and the maxima in a second collective. The resulting tables of statistics are the same on every
-rank. Rows are identified by the layer number and the parameter name in the whole model.
+In a measured step, the callback stores one flat tensor of sums and one flat tensor of maxima on the device, so that no
+step waits for the measurements. The tensors are reduced over all ranks when a log interval ends: the sums in the same
+collective as other logged values, and the maxima in a second collective. The resulting tables of statistics are the
+same on every rank. Rows are identified by the layer number and the parameter name in the whole model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Rows:
 
     @classmethod
     def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
-        """Build the row labels. Collective over the world."""
+        """Build the row labels. This method is a collective over the world."""
         own = _parameters(stages), set(taps.sums), set(taps.maxima), set(taps.balances)
         of_ranks: list[tuple[dict[str, Parameter], set[Key], set[Key], set[int]]] = gather_objects(own, state.world)
         parameters = {name: parameter for found, *_ in of_ranks for name, parameter in found.items()}

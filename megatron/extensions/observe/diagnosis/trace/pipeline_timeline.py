@@ -1,5 +1,5 @@
-"""Assembly of the spans of all ranks into one trace. The trace uses the clock of rank 0, has arrows for messages, and
-shows the measured and the simulated pipeline of each step. This module does not import torch.
+"""Assembly of the spans of all ranks into one trace. The trace uses the clock of rank 0, contains an arrow for each
+message, and shows the measured and the simulated pipeline of each step. This module does not import torch.
 
 The time of an action is the duration of its slice without the initial wait for its message. The simulation uses the
 run's action lists and the median time of each kind of action on each stage. A measured step takes longer than the
@@ -193,7 +193,7 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
 
 def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Event]]:
     """Return a tuple (name, source, target) for each message of one pipeline in one step. `source` is the slice that
-    sends the message, and `target` is the slice of the action that uses it."""
+    sends the message, and `target` is the slice of the action that uses the message."""
     found = []
     for action, source in slices.items():
         if action.kind in SENDS:
@@ -239,7 +239,8 @@ class RankTrace:
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
     """Assemble the trace of all ranks. `ranks` contains the traces in rank order. `other` is copied to the trace's
     `otherData`, and must contain `pipelines` and `device`. `lists_of(microbatches)` returns the action lists of a step
-    with this number of micro-batches, for the simulation. If `lists_of` is None, no step is simulated.
+    with this number of micro-batches. The simulation of a step uses these lists. If `lists_of` is None, no step is
+    simulated.
     """
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
     events: list[Event] = []

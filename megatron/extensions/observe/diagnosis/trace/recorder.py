@@ -2,9 +2,9 @@
 measured between stream events.
 
 Collectives and messages are recorded by wrapping torch.distributed. Steps that are not traced have no overhead, because
-torch.distributed is wrapped only during traced steps. A blocking collective is a span of the thread that calls it. An
-asynchronous collective is shown as in flight until the wait for it returns, although the collective may end earlier.
-The wait is a span of the thread that waits.
+torch.distributed is wrapped only during traced steps. A blocking collective is recorded as a span of the calling
+thread. An asynchronous collective is recorded as in flight from its launch until `wait` returns, although the
+collective may end earlier. The call of `wait` is recorded as a span of the waiting thread.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Recorder:
             self._events.append((span, start, stop))
 
     def take(self) -> list[Span]:
-        """Return the spans of all threads and, on CUDA, the device spans. Waits for the device."""
+        """Return the spans of all threads and, on CUDA, the device spans. This method waits for the device."""
         if not self.cuda:
             return self.spans
         torch.cuda.synchronize(self.device)

@@ -1,8 +1,8 @@
 """Trace files: gzipped JSON in Chrome's trace-event format, which Perfetto opens. This module does not import torch.
 
-Format: "Trace Event Format" of the Chromium project. Each rank is a process (`pid`), and its threads are tracks. `ts`
-and `dur` are in microseconds. `ts` is the time since the start of the trace, on the clock of rank 0's host. `otherData`
-contains properties of the run.
+The format is the "Trace Event Format" of the Chromium project. Each rank is a process (`pid`), and its threads are
+tracks. `ts` and `dur` are in microseconds. `ts` is the time since the start of the trace, on the clock of rank 0's
+host. `otherData` contains properties of the run.
 """
 
 from __future__ import annotations

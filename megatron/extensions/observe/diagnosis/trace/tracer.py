@@ -58,7 +58,7 @@ class Offset:
     at: int
     nanoseconds: int = 0
     round_trip: int = 0
-    """Shortest measured round trip in nanoseconds; half of it bounds the error."""
+    """Shortest measured round trip in nanoseconds. The error of the offset is at most half of the round trip."""
 
 
 def host_identity() -> tuple[str, str]:
@@ -78,7 +78,7 @@ def measure(
     """Return the offset between rank 0's clock and the clock of this rank's host. Only the first rank of each host
     measures the offset, which applies to all ranks of the host. Other ranks return an offset of 0.
 
-    Collective over the first ranks of all hosts.
+    This function is a collective over the first ranks of all hosts.
 
     Args:
         store: Rendezvous store.
@@ -329,8 +329,9 @@ class Tracer(Callback):
         return [] if malformed else found
 
     def _lists(self) -> Callable[[int], Lists] | None:
-        """Return a function that maps a number of micro-batches to the action lists of a step. Returns None if passes
-        are interleaved: only the combined time of interleaved passes is known, so the step cannot be simulated.
+        """Return a function that maps a number of micro-batches to the action lists of a step. Return None if passes
+        are interleaved. In this case, the step cannot be simulated, because only the combined time of interleaved
+        passes is known.
         """
         pipeline = self.pipeline
         if pipeline.passes.pair.in_turns:
