@@ -332,7 +332,7 @@ def _positions(hf: Values) -> str:
 
 
 def product_of(hf: Values, powers: Mapping[str, float]) -> float | None:
-    """Return the product of the values of the keys in `powers`, each raised to its power. Returns None if a value is
+    """Return the product of the values of the keys in `powers`, each raised to its power. Return None if a value is
     null."""
     if any(hf[key] is None for key in powers):
         return None

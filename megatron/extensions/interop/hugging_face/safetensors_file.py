@@ -121,8 +121,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors in a safetensors file by name, without reading their values. Raises ValueError, with a
-    one-line message, if the file is damaged or truncated."""
+    """Return a dict of the tensors in a safetensors file, keyed by name. The values of the tensors are not read. Raises
+    ValueError, with a one-line message, if the file is damaged or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -168,8 +168,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> Fil
 class SafetensorsWriter:
     """Writer of a file whose tensors are added one at a time, in any order. Use the writer as a context manager.
 
-    Raises OSError if writing fails. Every tensor in `specs` must be added before the context ends normally. The file is
-    then synced to disk.
+    Raises OSError if writing fails. Every tensor in `specs` must be added before the `with` block ends, unless the
+    block raises an exception. At the end of the block, the file is synced to disk.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:

@@ -354,8 +354,8 @@ class Mxfp4Experts:
 
 
 def with_mxfp4(tensors: Mapping[str, Sliceable]) -> dict[str, Sliceable]:
-    """Return the tensors of a file after combining MXFP4 parts. A tensor in MXFP4 is stored as two parts, blocks and
-    scales, which are replaced by a single dequantized tensor."""
+    """Return the tensors of a file, in which every MXFP4 tensor is dequantized. An MXFP4 tensor is stored as two
+    tensors, blocks and scales, which are replaced by a single tensor."""
     pairs = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
     whole = [name for name in pairs if name + SCALES in tensors]
     parts = {name + ending for name in whole for ending in (BLOCKS, SCALES)}

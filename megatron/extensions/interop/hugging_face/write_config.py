@@ -279,7 +279,7 @@ def _in_proportion(config: TransformerConfig) -> bool:
 
 
 def _with_derived(config: TransformerConfig) -> Fields:
-    """Return all fields. The values of unset fields are derived from other fields."""
+    """Return all fields of a model's configuration. The values of unset fields are derived from other fields."""
     fields = fields_of(config)
     if fields.get("csa_compress_ratios"):  # drop the ratios of multi-token modules
         ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)

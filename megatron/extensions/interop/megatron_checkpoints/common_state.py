@@ -1,5 +1,5 @@
-"""Reader of the non-tensor content of Megatron-LM's checkpoints. The non-tensor content is stored in pickles, from
-which only plain data is accepted."""
+"""Reader of the non-tensor content of Megatron-LM's checkpoints. The non-tensor content is stored in pickle files. The
+reader accepts only plain data from these files."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 def update_count(optimizer: object) -> int | None:
     """Return the number of optimizer updates. All keys `step` and `common_step` in the nested optimizer state must have
-    this value. Returns None if there is no key `step` or `common_step`. Raises ValueError if two of these keys have
+    this value. Return None if there is no key `step` or `common_step`. Raises ValueError if two of these keys have
     different values."""
     counts: set[int] = set()
 

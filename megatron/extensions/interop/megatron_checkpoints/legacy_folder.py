@@ -53,7 +53,7 @@ class Layout:
     ep: int
     expt_tp: int
     said_by: str = "its arguments"
-    """Origin of the parallel sizes, for error messages; for example, "its arguments"."""
+    """Text for error messages that states where the parallel sizes come from, such as "its arguments"."""
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
@@ -109,8 +109,8 @@ class Layout:
 
 
 Tables = Mapping[tuple[int, int], Mapping[str, Tensor]]
-"""Maps each (TP rank, EP rank) to the tensors of all its pipeline stages by name. Names contain the layer numbers of
-the whole model."""
+"""Maps each (TP rank, EP rank) to the tensors of all its pipeline stages. The tensors are keyed by names that contain
+the layer numbers of the whole model."""
 
 
 class LegacyTensors:
@@ -131,7 +131,7 @@ class LegacyTensors:
         self._open_ranks(folder, names, layout)
 
     def _open_ranks(self, folder: Path, names: Sequence[str], layout: Layout) -> None:
-        """Open the files of the ranks whose folders are `names`."""
+        """Open the files of the ranks whose folders have the given names."""
         self.folder, self.layout = folder, layout
         try:
             self.ranks = {layout.rank(name): folder / name for name in names}

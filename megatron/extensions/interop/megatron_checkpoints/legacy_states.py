@@ -1,4 +1,5 @@
-"""Optimizer states in the Megatron-LM files of one rank. The files store the states in a fixed order, without names.
+"""Reader of the optimizer states in the Megatron-LM files of one rank. The files store the states in a fixed order,
+without names.
 
 Non-distributed optimizers store the states of a parameter under the parameter's number in `param_groups`, as
 torch.optim does. The distributed optimizer stores flat fp32 tensors in `distrib_optim.pt`: for each parameter buffer,

@@ -182,7 +182,7 @@ def arguments_of(config: RunConfig) -> dict[str, object]:
 
 def _pattern(config: RunConfig) -> str | None:
     """Return the layer pattern of a HybridModel, followed by the patterns of its multi-token prediction modules.
-    Returns None for a model without a layer pattern."""
+    Return None for a model without a layer pattern."""
     text = named_value(config, "hybrid_layer_pattern")
     layers, *modules = (text or "").replace("|", "").split("/")
     return "/".join((layers, *(modules or layers[-1:] * config.model.mtp_depths))) or None

@@ -20,7 +20,8 @@ from megatron.extensions.use.inference.generation.engine import MOST_LOGPROBS, L
 from megatron.extensions.use.inference.model import LoadedModel
 
 NAMED, NAME_LENGTH = 5, 60
-"""Maximum number of unknown fields that an error names, and maximum number of characters of each name."""
+"""`NAMED` is the maximum number of unknown fields that are reported by name. `NAME_LENGTH` is the maximum number of
+characters of each reported name."""
 
 
 Number = TypeVar("Number", int, float, int | None, float | None)

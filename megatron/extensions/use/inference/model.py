@@ -135,8 +135,8 @@ def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
 
 def fitting_layout(layout: ModelParallelConfig, world_size: int, config: RunConfig) -> ModelParallelConfig:
     """Adapt the requested parallel layout to the model of a checkpoint. Under tensor parallelism, sequence parallelism
-    is enabled if the model has experts, and disabled otherwise. Raises ValueError with every problem if the model does
-    not support this layout."""
+    is enabled if the model has experts, and disabled otherwise. Raises a ValueError that lists all problems if the
+    model does not support this layout."""
     ep, has_experts = layout.expert_model_parallel_size, config.model.num_experts is not None
     if ep > 1 and not has_experts:
         problem = Problem("--expert-model-parallel-size", ep, "shards experts, but the model has none", "remove it")

@@ -1,5 +1,5 @@
-"""OpenAI API for completions and chat completions. This module converts JSON requests to `Request`s, and generations to
-JSON.
+"""OpenAI API for completions and chat completions. This module converts JSON requests to `Request` objects, and
+`Generation` objects to JSON responses.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat. Like other servers, this API also supports
 top_k, min_p, repetition_penalty and stop_token_ids.

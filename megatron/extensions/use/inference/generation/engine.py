@@ -344,5 +344,5 @@ def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Return the seed for prompt number `number` in a list of prompts, derived from the seed of the list."""
+    """Derive the seed for prompt number `number` in a list of prompts from `seed`, the seed of the list."""
     return site_key(seed, f"prompt {number}")
