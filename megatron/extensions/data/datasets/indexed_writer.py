@@ -30,8 +30,8 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_sums(prefix: str) -> dict[str, object] | None:
-    """Return the content of a dataset's checksum file; None if the dataset has no checksums. Raises ValueError if the
-    file is damaged."""
+    """Return the content of a dataset's checksum file, or None if the dataset has no checksums. Raises ValueError if
+    the file is damaged."""
     path = located(prefix + SUMS)
     if (content := storage_of(path).content(path)) is None:
         return None
@@ -45,8 +45,8 @@ def read_sums(prefix: str) -> dict[str, object] | None:
 
 
 def damages_of(prefix: str) -> list[str] | None:
-    """Return a message for each file of a dataset that differs from its checksum; None if the dataset has no checksums.
-    This function reads the `.bin` and `.idx` files completely."""
+    """Return a message for each file of a dataset that differs from its checksum, or None if the dataset has no
+    checksums. This function reads the `.bin` and `.idx` files completely."""
     try:
         found = read_sums(prefix)
     except ValueError as error:
@@ -92,8 +92,8 @@ class IndexedDatasetBuilder:
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Append a document. `lengths` contains the lengths of the sequences that make up the document; by default, the
-        document is a single sequence. If the document is empty, only a document boundary is stored."""
+        """Append a document. `lengths` contains the lengths of the sequences that make up the document. If `lengths` is
+        None, the document is a single sequence. If the document is empty, only a document boundary is stored."""
         values = _checked(tokens, self.dtype)
         if lengths is None:
             lengths = [len(values)] if len(values) else []

@@ -16,7 +16,7 @@ Bins = deque[NDArray[np.int64]]
 
 
 def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
-    """Return the bin number of each item, [n]; bins are numbered from 0 in the order in which they are opened.
+    """Return the bin number of each item, [n]. Bins are numbered from 0 in the order in which they are opened.
 
     Each item must have a length between 1 and `capacity`. If several bins are equally full, the next item goes into the
     bin that became that full first.

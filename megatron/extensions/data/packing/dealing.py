@@ -32,7 +32,8 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 
 
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Divide items into groups of equal size and approximately equal work; return the item numbers, [groups, size].
+    """Divide items into groups of equal size and approximately equal work. Return the item numbers of each group,
+    [groups, size].
 
     Items are assigned to groups in descending order of work. Among the groups with fewer than `size` items, each item
     is assigned to the group with the least work. Afterwards, items of the group with the most work are swapped with

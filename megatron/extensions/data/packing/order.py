@@ -125,7 +125,7 @@ class Waste:
 
     samples: int
     places: int
-    """Number of tokens in all samples together, including padding; each sample has seq_length + 1 tokens."""
+    """Total number of tokens in all samples, including padding. Each sample has seq_length + 1 tokens."""
 
     padding: int
     """Number of padding tokens in all samples."""

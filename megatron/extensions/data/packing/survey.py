@@ -30,9 +30,9 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
 
     Args:
         options: Packing options.
-        lengths: Document lengths; None if the documents are not tokenized yet.
+        lengths: Document lengths, or None if the documents are not tokenized yet.
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
-        step: Shape of a step, such as its number of samples and its micro-batch size; None if it is unknown.
+        step: Shape of a step, such as its number of samples and its micro-batch size, or None if it is unknown.
     """
     if lengths is None:
         return "best-fit packing: the share of padding is unknown until the documents are tokenized"

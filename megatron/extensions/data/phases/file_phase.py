@@ -99,8 +99,8 @@ class FilePhase(Phase):
     """Number of iterations before the phase begins."""
 
     optimizer: OptimizerConfig | None = None
-    """Learning-rate schedule of the phase, in samples from the phase's beginning; None to continue the run's
-    schedule."""
+    """Learning-rate schedule of the phase, in samples from the phase's beginning. None means that the run's schedule
+    continues."""
 
     @property
     def name(self) -> str:

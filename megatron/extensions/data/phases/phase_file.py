@@ -81,7 +81,7 @@ class PhaseEntry:
         return dict(self.values).get(field)
 
     def whole(self, field: str) -> int | None:
-        """Return the value that the phase gives to an integer field; return None if the phase does not change the
+        """Return the value to which the phase sets an integer field. Return None if the phase does not change the
         field."""
         value = self.value(field)
         assert value is None or isinstance(value, int)

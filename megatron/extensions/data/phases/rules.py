@@ -33,7 +33,7 @@ def findings(
         config: Configuration that the flags specify.
         resolved: Resolved configuration.
         judge: Function that checks a configuration and returns the problems with it.
-        phases: Phases that the file defines; None if the file is invalid.
+        phases: Phases that the file defines, or None if the file is invalid.
         problems: Problems that were found before this function is called.
     """
     problems = [*problems, *phase_rules(resolved, phases or ())]

@@ -84,7 +84,8 @@ def _is_shown(name: str, pattern: str = "*") -> bool:
 
 class HuggingFaceDocuments(Documents):
     """Rows from a folder of `save_to_disk`, from Parquet, Arrow, JSON, CSV or text files, or from a data set on the
-    Hugging Face hub. A data set on the hub is streamed and not stored; the attribute `named` is then True."""
+    Hugging Face hub. A data set on the hub is streamed and not stored. The attribute `named` is True for a data set on
+    the hub."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")

@@ -44,7 +44,7 @@ class SourceKind(DataKind):
         return found
 
     def opened(self, flag: str, path: str, wanted: str) -> Documents:
-        """Open the data set at `path` and return its documents; `wanted` is the value of --text-key. Raises ValueError
+        """Open the data set at `path` and return its documents. `wanted` is the value of --text-key. Raises ValueError
         with the name of the flag if the library is missing, or if files are missing, damaged or in a different
         format."""
         opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")

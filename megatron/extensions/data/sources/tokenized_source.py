@@ -92,7 +92,7 @@ class DocumentSource(Source):
         return Chunk(self.path, self.documents.unit, last - len(records) + 1, records, size, 0, False)
 
     def _tokens(self, job: Job) -> Iterator[tuple[Chunk, Encoded]]:
-        """Yield token ids unchanged; no end-of-document token is added."""
+        """Yield token ids unchanged, without adding end-of-document tokens."""
         documents, first = iter(self.documents), 1
         while values := list(islice(documents, RECORDS)):
             ids, bad = list[np.ndarray](), list[tuple[int, str]]()

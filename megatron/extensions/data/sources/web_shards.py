@@ -37,9 +37,9 @@ def is_shard(name: str) -> bool:
 
 
 def shards_of(path: str) -> list[str]:
-    """Return the sorted shards of a folder, file, glob, or range in braces such as shard-{000..131}.tar; empty if there
-    are no shards. For a range in braces, the result also contains the names of files that do not exist, so that the
-    caller can report missing shards."""
+    """Return the sorted shards of a folder, file, glob, or range in braces such as shard-{000..131}.tar. The list is
+    empty if there are no shards. For a range in braces, the result also contains the names of files that do not exist,
+    so that the caller can report missing shards."""
     place = located(path)
     if isinstance(place, UrlPath):
         return _stored_shards(path, place)

@@ -43,7 +43,7 @@ class Reading:
     """Settings that determine how documents are read from files."""
 
     keys: tuple[str, ...] = ("text",)
-    """JSON keys or table columns that contain documents; an empty tuple to read whole rows."""
+    """JSON keys or table columns that contain documents. If the tuple is empty, whole rows are read."""
 
     text_documents: str = "file"
     """Unit of a document in a plain text file: "file" or "line"."""
@@ -228,7 +228,7 @@ not occur in text, or the structure of the format's header."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
-    """Return the format that a file's name implies; the default is JSON lines. Raises Unreadable if the content has a
+    """Return the format that a file's name implies. The default is JSON lines. Raises Unreadable if the content has a
     different format."""
     kind = file.format or "jsonl"
     if kind in ("parquet", "arrow"):

@@ -55,7 +55,8 @@ class Digests:
     folder: Path
 
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
-        """Return a content hash for each path; for a remote file, return the state that the store reports.
+        """Return a dict that maps the path of each local file to a hash of its content, and the URL of each remote file
+        to the state that the store reports.
 
         If several processes share the folder, one process reads the files while the other processes wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}
@@ -162,7 +163,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def damage_of(folder: Path) -> str | None:
-    """Return a message if the tokens in a folder have changed since they were written; otherwise, return None.
+    """Return a message if the tokens in a folder have changed since they were written. Otherwise, return None.
 
     The content of the small .idx file is always checked. The content of the .bin file is checked only if its size or
     modification time has changed."""

@@ -75,7 +75,7 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix
         self._stream: _Decompressor | None = None
-        """Decompressor of the current stream; None between two streams."""
+        """Decompressor of the current stream, or None between two streams."""
 
         self._ready = memoryview(b"")
         self._read_any = False
@@ -191,7 +191,7 @@ class TextFile:
     """Path or URL."""
 
     format: str | None
-    """File format; None if the file name does not determine the format."""
+    """File format, or None if the file name does not determine the format."""
 
     compression: str
     """Compression suffix, a key of `COMPRESSIONS`; "" if the file is not compressed."""

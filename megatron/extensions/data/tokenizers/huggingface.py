@@ -48,7 +48,7 @@ class _OverTokenizers:
     _tokenizer: FastTokenizer
 
     _flags: str
-    """Flags that specify the tokenizer's files, followed by their values; used in error messages."""
+    """Flags that specify the tokenizer's files, followed by their values. Error messages contain this text."""
 
     vocab_size: int
 

@@ -225,7 +225,7 @@ def _shown(value: object) -> str:
 
 
 def _object(file: Path) -> dict[str, object]:
-    """Read the JSON object in a file; return an empty object if the file does not exist. Raises ValueError if the file
+    """Read the JSON object in a file. Return an empty dict if the file does not exist. Raises ValueError if the file
     does not contain a JSON object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -155,7 +155,7 @@ class Conversion:
             output: Folder to write.
             to: Name of the target format; None selects the default.
             options: Options of the output.
-            force: True to replace an existing model folder; None if the program has no flag --force.
+            force: True to replace an existing model folder, or None if the program has no flag --force.
 
         Raises:
             ValueError: A problem that can be detected without reading weights makes the conversion impossible. The

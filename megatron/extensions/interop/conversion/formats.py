@@ -34,7 +34,7 @@ class Options:
     """Options that the user can set for the output of a conversion."""
 
     dtype: torch.dtype | None = None
-    """Dtype of all weights; None keeps the stored dtypes."""
+    """Dtype of all weights in the output. None keeps the stored dtypes."""
 
     max_shard_bytes: int = 5_000_000_000
     """Maximum size of a weights file in bytes. Only Hugging Face targets use this option."""
@@ -85,7 +85,7 @@ class Origin:
     """Hugging Face model from which the weights were loaded. Checkpoints record the origin in `Progress.origin`."""
 
     model_type: str | None = None
-    """Family of the model; None if it is unknown."""
+    """Family of the model, or None if it is unknown."""
 
     token_ids: Mapping[str, object] = field(default_factory=dict)
     """Token ids such as `eos_token_id`, keyed by their names in config.json, for a model without tokenizer files."""
@@ -134,7 +134,7 @@ class Source(ABC):
     """Messages about this source to show to the user."""
 
     progress: Progress | None = None
-    """Progress of the run that saved the weights; None if the source does not record it."""
+    """Progress of the run that saved the weights, or None if the source does not record it."""
 
     merged: Mapping[str, object] | None = None
     """Description of the merged checkpoints, which is stored in the metadata of the output. It consists of JSON types,

@@ -64,7 +64,7 @@ class Chosen:
 
 def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
     """Return the checkpoints in the iter_N subfolders of a folder, keyed by iteration. Models in other formats are
-    included; incomplete checkpoints are omitted."""
+    included, but incomplete checkpoints are omitted."""
     found: dict[int, PurePath] = dict(saved_folders(root))
     for name in storage_of(root).names(root):
         if match := re.fullmatch(r"iter_(\d+)", name):

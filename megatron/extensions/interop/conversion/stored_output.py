@@ -45,7 +45,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
 
 
 def upload(folder: Path, final: PurePath) -> None:
-    """Upload a folder. Raises OSError if the upload fails; no partial copy remains in this case."""
+    """Upload a folder. Raises OSError if the upload fails. In this case, the partial copy is deleted."""
     storage = storage_of(final)
     storage.begin(final, keeps_names=True)
     try:

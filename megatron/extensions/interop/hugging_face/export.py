@@ -121,7 +121,7 @@ class HFExporter:
         self._said = set[str]()
 
     def add(self, iteration: int, checkpoint: PurePath) -> None:
-        """Queue a complete checkpoint if it is due for export."""
+        """Queue a complete checkpoint for export if its iteration is a multiple of --export-hf-interval."""
         if iteration % self.interval == 0:
             self.held.append(checkpoint)
             self._waiting.append((checkpoint, self.root / checkpoint.name))

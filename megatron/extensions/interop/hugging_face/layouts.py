@@ -51,7 +51,7 @@ class Pieces(Layout):
     """Rearrangement pattern, such as "(g n d) ... -> g n d ...". The left side of the arrow lists the dims of the
     Hugging Face tensor, and the right side lists the dims of the piece.
 
-    Axes in parentheses form one dim in row-major order. In a pattern, "1" is a dim of size 1, and "..." stands for all
+    Axes in parentheses form one dim in row-major order. In a pattern, "1" is a dim of size 1, and "..." represents all
     other dims. If the pieces have different patterns, `pattern` is a tuple with one pattern for each piece.
     """
 
@@ -236,7 +236,7 @@ class OneOfThree(Layout):
     two other parameters.
 
     When files are written, each parameter contributes a tensor in which the elements of the other parameters are -0.0.
-    The contributions are summed; adding -0.0 changes no number.
+    These tensors are summed, and adding -0.0 does not change any value.
     """
 
     place: int
@@ -252,8 +252,8 @@ class OneOfThree(Layout):
 class RowsOfEachHead(Layout):
     """Layout of a parameter that consists of some rows of each attention head in a Hugging Face tensor. The remaining
     rows of the Hugging Face tensor contain other parameters. When files are written, each parameter contributes a
-    tensor in which the rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no
-    number.
+    tensor in which the rows of the other parameters are -0.0. These tensors are summed, and adding -0.0 does not change
+    any value.
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
@@ -277,7 +277,8 @@ class RowsOfEachHead(Layout):
 class PartOfLayer(Layout):
     """Layout for a Hugging Face tensor that contains the parameters of all layers. The Hugging Face tensor is divided
     along one dim into parts of equal size, one part for each layer. When files are written, each layer contributes a
-    tensor in which the parts of all other layers are -0.0. The contributions are summed; adding -0.0 changes no number.
+    tensor in which the parts of all other layers are -0.0. These tensors are summed, and adding -0.0 does not change
+    any value.
     """
 
     dim: int

@@ -321,7 +321,7 @@ def _of_tables(hf: Values, family: Family) -> Fields:
 
 def _our_value(value: object, values: Mapping[object, object]) -> object:
     """Convert the value of a config.json key to the value of the TransformerConfig field. `values` maps config.json
-    values to field values; other values are unchanged."""
+    values to field values. A value that is not in `values` is returned unchanged."""
     value = tuple(value) if isinstance(value, list) else value
     return values.get(value, value)
 

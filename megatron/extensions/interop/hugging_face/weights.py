@@ -39,7 +39,7 @@ class Placement:
     """Configuration of the layer to which the parameter or state belongs."""
 
     state_dtype: str | None = None
-    """Dtype of an untrained state; None for a parameter."""
+    """Dtype of an untrained state, or None for a parameter."""
 
     def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Convert the parameter to Hugging Face tensors, in the order of the names in `theirs`."""

@@ -200,7 +200,7 @@ class LegacyTensors:
             yield (tp, ep), *meta.box(coords)
 
     def _parts(self, tables: Tables, way: Way, rank: tuple[int, int], expert: bool) -> list[Tensor] | None:
-        """Return the tensors that store one shard of a parameter; None if they are missing. Every EP rank stores the
+        """Return the tensors that store one shard of a parameter, or None if they are missing. Every EP rank stores the
         dense parameters. Experts that are not sharded over TP may be in the file of any TP rank."""
         free = 1 if not expert else 0 if self.layout.expt_tp == 1 else None
         for holder, table in tables.items():
@@ -338,7 +338,7 @@ def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
 
 
 def _layer(name: str) -> int | None:
-    """Return the layer number in a tensor name; None if the tensor belongs to no layer."""
+    """Return the layer number in a tensor name, or None if the tensor belongs to no layer."""
     match = re.match(re.escape(LAYERS) + r"(\d+)\.", name)
     return int(match[1]) if match else None
 

@@ -247,7 +247,7 @@ class MegatronSource(Source):
 
 
 def _sharding(common: Mapping[str, object]) -> str | None:
-    """Return the name of the optimizer state format; None if the checkpoint does not record it."""
+    """Return the name of the optimizer state format, or None if the checkpoint does not record it."""
     content = common.get("content_metadata")
     found = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     optimizer = common.get("optimizer")

@@ -81,7 +81,8 @@ class Way:
     shape: tuple[int, ...] = ()
     """Shape of each tensor that forms the parameter, as stored in the files of one rank."""
     layer: int | None = None
-    """Index of the layer along the first dim, if the tensors of several layers are stacked; otherwise None."""
+    """Index of the layer along the first dim, if the tensors of several layers are stacked. None if they are not
+    stacked."""
     transposed: bool = False
     """True if one tensor contains all experts as [experts, input channels, output channels]."""
     kinds: tuple[int, ...] = ()

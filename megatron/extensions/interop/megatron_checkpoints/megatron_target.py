@@ -48,7 +48,7 @@ an iteration."""
 
 
 Place = tuple[tuple[str, ...], int | None]
-"""Names of a tensor, and the tensor's index in a stack of layers; the index is None if layers are not stacked."""
+"""Names of a tensor, and the tensor's index in a stack of layers. The index is None if layers are not stacked."""
 
 
 class TorchDistTarget(Target):

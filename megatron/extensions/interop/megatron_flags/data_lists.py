@@ -19,7 +19,7 @@ from megatron.training.config.run_config import RunConfig
 def with_data_lists(config: RunConfig) -> RunConfig:
     """Set --data-path, --train-data-path and related flags to the data lists, and return the new configuration.
 
-    Raises ValueError if a list is invalid; the message contains the name of the flag. Raises OSError if the file that
+    Raises a ValueError that contains the name of the flag if a list is invalid. Raises OSError if the file that
     contains the list cannot be opened.
     """
     lists, found = config.options(DataLists).given, dict[str, tuple[str, ...]]()

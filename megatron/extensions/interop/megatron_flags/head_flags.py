@@ -49,7 +49,7 @@ class TheirFlag:
     "0"."""
 
     choices: tuple[str, ...]
-    """Permitted values; empty if all values of the type are permitted."""
+    """Permitted values. The tuple is empty if all values of the type are permitted."""
 
     @property
     def example(self) -> list[str]:
@@ -96,8 +96,8 @@ def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str
 
 
 def treatment(flag: TheirFlag) -> str:
-    """Return how this program treats a Megatron-LM flag. Individual values of the flag may be treated differently; see
-    `unknown_values`."""
+    """Return how this program treats a Megatron-LM flag. Individual values of the flag may be treated differently, as
+    described in `unknown_values`."""
     name = known_spelling(flag.name)
     if name in options() or name in spelling_table():
         return SAME

@@ -65,7 +65,7 @@ class Run:
         self.parallel = config.parallel
 
     def value(self, field: str) -> Any:
-        """Return the value of an extension's flag; None if the extension is not installed."""
+        """Return the value of an extension's flag, or None if the extension is not installed."""
         return named_value(self.config, field)
 
     def uses(self, optimizer: str) -> bool:

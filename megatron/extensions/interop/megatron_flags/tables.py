@@ -26,7 +26,7 @@ class Accepted:
     """Reason why the flag has no effect. The reason is logged."""
 
     arity: int | None = 0
-    """Number of values that the flag accepts; None for any number."""
+    """Number of values that the flag accepts. None means any number."""
 
     values: tuple[str, ...] = ()
     """Values of the flag that have no effect. Any other value of the flag requests the unsupported feature `feature`.
@@ -57,7 +57,7 @@ class Exchange:
 
     flag: str
     before: str
-    """Value of the flag to replace; "any" replaces every value."""
+    """Value of the flag that is replaced. "any" means that every value is replaced."""
 
     after: str
 

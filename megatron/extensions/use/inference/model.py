@@ -55,16 +55,16 @@ class LoadedModel:
 
     @property
     def leads(self) -> bool:
-        """True if this rank accepts requests; the other ranks call `runner.follow()`."""
+        """True if this rank accepts requests. The other ranks call `runner.follow()`."""
         return self.runner.leads
 
     def engine(self, rows: int) -> Engine:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. A prompt that is a list of token ids is returned unchanged. For an empty
-        text, the result is the token that begins a document. Raises ValueError if the tokenizer has no token that
-        begins a document."""
+        """Return the token ids of a prompt. A prompt that is a list of token ids is returned unchanged. If the prompt
+        results in no tokens, return the token that begins a document. Raises ValueError if such a token is needed and
+        the tokenizer has none."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)

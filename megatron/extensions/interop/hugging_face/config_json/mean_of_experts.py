@@ -84,8 +84,8 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Yield one bool per layer: True if the layer has a sliding window. This function is used if config.json does not
-    list the layer kinds.
+    """Yield one bool per layer, which is True if the layer has a sliding window. This function is used if config.json
+    does not list the layer kinds.
 
     The layers with full attention are every N-th layer among the dense layers at the beginning, and every M-th layer
     among the remaining layers. All other layers have a sliding window.

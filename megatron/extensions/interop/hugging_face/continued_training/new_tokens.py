@@ -33,7 +33,7 @@ class NewTokens:
     `averaged` rows."""
 
     drawn: bool
-    """True if new rows are initialized randomly, as in a new model; False if they are set to the mean of the folder's
+    """True if new rows are initialized randomly, as in a new model. False if they are set to the mean of the folder's
     rows."""
 
     _means: dict[str, Tensor] = field(default_factory=dict)

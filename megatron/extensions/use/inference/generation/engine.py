@@ -137,7 +137,7 @@ class Engine:
         self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
         self.waiting: deque[Generation] = deque()
         self.growing: list[Generation] = []
-        """Active generations; entry i occupies row i of the cache."""
+        """Active generations. Entry i occupies row i of the cache."""
         self._drop: list[int] = []
 
     @property
