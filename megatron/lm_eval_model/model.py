@@ -31,7 +31,7 @@ class ModelArgumentError(ValueError):
 
 
 def check_arguments(checkpoint: str | None, fields: Mapping[str, str]) -> None:
-    """Raise ModelArgumentError if there is no such checkpoint, or if `fields` contains names that are not tokenizer
+    """Raise ModelArgumentError if the checkpoint does not exist, or if `fields` contains names that are not tokenizer
     fields."""
     unknown = [name for name in fields if name not in TOKENIZER]
     known = f"use checkpoint, tp, pp, ep, extension or {TOKENIZER}"
@@ -64,11 +64,11 @@ class CheckpointLM(ParallelLM):
 
     `checkpoint` is a folder of checkpoints, a single checkpoint, or the folder of a Hugging Face model. `tp`, `pp` and
     `ep` are the sizes by which the model is divided over the ranks. `max_length` is the number of tokens that the model
-    reads, by default --seq-length of its run. `batch_tokens` is the number of tokens in a forward pass. Tokenizer
-    fields (`tokenizer_type` and so on) replace the tokenizer flags of the run. `batch_size` and `max_batch_size`, which
-    the harness passes, are ignored, because batches are measured in tokens. `extension` names the Python file of your
-    own extension, or several files separated by colons. Raises ModelArgumentError with every problem of these
-    arguments.
+    reads. The default is --seq-length of the model's run. `batch_tokens` is the number of tokens in a forward pass.
+    Tokenizer fields (`tokenizer_type` and so on) replace the tokenizer flags of the run. `batch_size` and
+    `max_batch_size`, which the harness passes, are ignored, because batches are measured in tokens. `extension` names
+    the Python file of your own extension, or several files separated by colons. Raises ModelArgumentError with every
+    problem of these arguments.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ Rows of the table:
   allowed, and the row shows how many there are.
 - `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.
 
-If callbacks store state in checkpoints, their `on_start` is called at the start, and their `on_step_end` after each
-step.
+The `on_start` method of callbacks that store state in checkpoints is called at the start, and their `on_step_end`
+method is called after each step.
 
 The exit code is 0 if no row differs or crashed, 1 if at least one row differs or crashed, and 2 if the flags are wrong
 or validation refuses every row.

@@ -44,7 +44,7 @@ class Row:
     "refused" for the other rows."""
 
     difference: float | None = None
-    """Largest relative difference between the compared tensors; None if the row compares no tensors."""
+    """Largest relative difference between the compared tensors, or None if the row compares no tensors."""
 
     why: str = ""
     """Reason for the verdict: the first tensor that differs, the rule that refuses the layout, or the error and the

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 
 
 def _schedule_of(flags: str) -> str | None:
-    """Return the value of --pipeline-schedule in `flags`; None if the flag is missing."""
+    """Return the value of --pipeline-schedule in `flags`, or None if the flag is missing."""
     return next(iter(re.findall(r"--pipeline-schedule (\S+)", flags)), None)
 
 

@@ -40,7 +40,7 @@ from megatron.training.train_step import train_step
 @dataclass(frozen=True)
 class Fragment:
     """Block of a global tensor, copied to the host. The global tensor is named `key` and has the shape `shape`, and the
-    block `values` begins at `offset`. Snapshots list their keys by increasing `order`."""
+    block `values` begins at `offset`. Snapshots sort tensors by increasing `order`."""
 
     key: str
     shape: tuple[int, ...]

@@ -81,7 +81,7 @@ class TrainingData:
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
-    """Iterator over the test set; None if there is no test set or no evaluation."""
+    """Iterator over the test set, or None if there is no test set or no evaluation."""
 
     watchers: list[Callable[[Step, Sequence[MicroBatch]], None]] = field(default_factory=list)
     """Hooks called with this rank's micro-batches of each training step, before context parallelism shards them."""
@@ -158,7 +158,7 @@ class DealsSamples(Protocol):
     data-parallel replicas."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Return the dealer for samples with `seq_length` tokens; None if these flags select no dealer."""
+        """Return the dealer for samples with `seq_length` tokens, or None if these flags select no dealer."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
@@ -176,11 +176,11 @@ class DividesSamples(Protocol):
     """Base class of extension flags that may change how training samples are divided over context-parallel ranks."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the object that divides sequences over ranks; None if the flags select none."""
+        """Return the object that divides sequences over ranks, or None if the flags select none."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
-    """Return the object that divides training samples over context-parallel ranks; None for the default zig-zag
+    """Return the object that divides training samples over context-parallel ranks, or None for the default zig-zag
     division."""
     asked = (each.divider(config) for each in config.extension_options if isinstance(each, DividesSamples))
     return next((divide for divide in asked if divide is not None), None)

@@ -40,7 +40,7 @@ class Stored:
     """Number format and device of a callback's states."""
 
     dtype: str | None = None
-    """Name of the torch dtype of the states; None for the dtype of the main parameters."""
+    """Name of the torch dtype of the states, or None for the dtype of the main parameters."""
 
     on_host: bool = False
     """True if the states are stored in host memory, False if they are stored on the device of the parameters."""
@@ -165,7 +165,7 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 
 
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
-    """Return those extensions named in the file `source` that may be imported.
+    """Return the extensions in `names` that may be imported.
 
     An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. Extensions on
     the command line (`given`) replace extensions in the file that have the same file name or are missing on disk.
@@ -292,7 +292,7 @@ def _kind_and_message(error: BaseException) -> str:
 
 def _what_failed(name: str, error: BaseException) -> str:
     """Describe an error as `file:line: Kind: message`. If the traceback contains several lines of the user's code, the
-    innermost of them is used."""
+    innermost of these lines is used."""
     what = _kind_and_message(error)
     if isinstance(error, SystemExit):
         what = f"the extension ends the process while it is imported ({what})"

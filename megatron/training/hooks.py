@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class RunView:
     """Interface of a run for callbacks and metrics. The object is a `megatron.training.run.TrainingRun`, which contains
-    all parts of the run."""
+    all components of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -76,7 +76,7 @@ class Evaluation:
     split: str
     """"valid" or "test"."""
     name: str
-    """Name of the validation set; empty if the set has no name."""
+    """Name of the validation set, or an empty string if the set has no name."""
     dataset: Dataset
     """Data set on which the model is evaluated. `Batch.sample_index` contains indices of samples in this data set."""
 
@@ -330,13 +330,13 @@ class Callback:
         return {}
 
     def flops_per_token(self, model: TransformerConfig) -> float | None:
-        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records; None if unknown. Called
-        on the first rank."""
+        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records, or None if unknown.
+        Called on the first rank."""
         return None
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
-        """Return the object that detects spikes, built from the `Judge.state` in the checkpoint (empty for a new run);
-        None if the callback has no judge. If several callbacks return a judge, the first judge is used."""
+        """Return the object that detects spikes, built from the `Judge.state` in the checkpoint (empty for a new run),
+        or None if the callback has no judge. If several callbacks return a judge, the first judge is used."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
@@ -357,7 +357,7 @@ class Callback:
         return ()
 
     def state(self) -> object:
-        """Return the callback's state for checkpoints, in JSON types, equal on all ranks; None if it has no state."""
+        """Return the callback's state for checkpoints, in JSON types, equal on all ranks, or None if it has none."""
         return None
 
     def load_state(self, state: object) -> None:
@@ -382,7 +382,7 @@ class Callback:
         """Called after each log line, with the line's record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own weights. The weights must be a
+        """Return weights for evaluation, such as averages, or None for the model's own weights. The weights must be a
         state of the callback or the optimizer (`run.optimizer.sharded_state()`). Every rank returns the elements that
         it updates. If several callbacks return weights, the last callback's weights are used. Collective."""
         return None

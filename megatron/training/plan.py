@@ -41,7 +41,7 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """Name of the phase; empty if the run has only one phase."""
+        """Name of the phase, or an empty string if the run has only one phase."""
         return ""
 
     @property

@@ -45,8 +45,8 @@ class StepGuard:
         say: Callable[[str], None],
     ) -> None:
         self.checks, self.judge = checks, judge
-        """`judge` is the detector of spikes, which the optimizer calls before each weight update; None if the run does
-        not check for spikes."""
+        """`judge` is the detector of spikes, which the optimizer calls before each weight update, or None if the run
+        does not check for spikes."""
 
         self._progress, self._optimizer = progress, optimizer
         self._callbacks, self._say = callbacks, say
@@ -59,8 +59,9 @@ class StepGuard:
 
     def settle(self) -> bool:
         """Read the verdict on the last step and act on it. Call this method once per step. The call waits for the
-        device. It is collective if the loss or gradient was not finite. Return True if a callback's search for the
-        cause may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
+        device. The call is collective if the loss or gradient was not finite. Return True if a callback's search for
+        the cause may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the
+        run.
         """
         self._optimizer.end_update()
         if self._pending is None:

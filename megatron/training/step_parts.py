@@ -63,7 +63,7 @@ class StepFacts:
     classes."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Function that returns the number of extra bytes that these step parts keep on the device because their updates do
+    """Function that returns the number of extra bytes that these classes keep on the device because their updates do
     not wait for the gradient norm at the end of the step. None if all updates wait for the gradient norm."""
 
     kept_name: str = ""
@@ -93,7 +93,7 @@ def step_parts(config: RunConfig) -> StepParts:
 
 def late_update(config: Section) -> str | None:
     """Return the name of the registered step class that updates weights before the gradient norm is known at the end of
-    the step; None if no such class is registered."""
+    the step, or None if no such class is registered."""
     return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
 
 

@@ -43,7 +43,7 @@ class Verdict:
 
     allowed: float
     cause: str | None = None
-    """Explanation of the difference; None if the difference is at most `allowed`."""
+    """Explanation of the difference, or None if the difference is at most `allowed`."""
 
     explained: bool = True
     """True if `cause` names the reason for the difference, False if it only describes the difference."""
@@ -78,7 +78,7 @@ def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
 
 
 def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """Return the cause that explains a wrong gradient; None if no cause is found."""
+    """Return the cause that explains a wrong gradient, or None if no cause is found."""
     if not found.isfinite().all():
         bad = int((~found.isfinite()).sum())
         return f"{bad:,} of {found.numel():,} values are not finite"
@@ -103,7 +103,7 @@ def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
 
 
 def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """Return a single cause that explains the wrong gradient in all elements, such as a factor; None if there is no
+    """Return a single cause that explains the wrong gradient in all elements, such as a factor, or None if there is no
     such cause."""
     sizes = [torch.linalg.vector_norm(each).item() for each in (found, expected)]
     if sizes[0] <= allowed * sizes[1]:

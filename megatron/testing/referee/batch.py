@@ -56,10 +56,10 @@ class Batch:
     """Loss mask: 1 for labels that count for the loss, 0 for all others."""
 
     position_ids: NDArray[np.int64] | None = None
-    """Positions of tokens; None for 0 .. s-1."""
+    """Positions of tokens, or None for 0 .. s-1."""
 
     document_ids: NDArray[np.int64] | None = None
-    """Tokens attend only to tokens with the same id; None for one document per sample."""
+    """Document id of each token, or None for one document per sample. Tokens attend only to tokens with the same id."""
 
     tables_only: bool = True
     """True if only position tables use `position_ids`, as in Megatron-LM. False if rotary embeddings also use

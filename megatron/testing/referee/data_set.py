@@ -84,8 +84,8 @@ def batch_of_run(source: Source, config: RunConfig, chosen: Chosen) -> Batch:
 
 
 def numbers_of(chosen: Chosen, plan: RunPlan) -> Sequence[int]:
-    """Return the indices of the samples that `chosen` selects. Raises ValueError if the run has no such step or
-    sample."""
+    """Return the indices of the samples that `chosen` selects. Raises ValueError if the run does not contain the step
+    or the samples."""
     if chosen.iteration is None:
         numbers: Sequence[int] = chosen.samples
         if max(numbers) >= plan.samples:

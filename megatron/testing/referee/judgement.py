@@ -57,7 +57,7 @@ class Judgement:
 
     @property
     def first(self) -> str | None:
-        """Name of the first parameter of the backward pass that has a wrong gradient; None if all gradients are
+        """Name of the first parameter of the backward pass that has a wrong gradient, or None if all gradients are
         correct."""
         return next((name for name, verdict in self.rows.items() if not verdict.equal), None)
 
@@ -285,8 +285,8 @@ def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _factor(found: Tensor, part: Tensor, allowed: float) -> float | None:
-    """Return the factor f with `found` = f * `part`, where `part` is the gradient of a part of the batch; None if the
-    gradients are not proportional."""
+    """Return the factor f with `found` = f * `part`, where `part` is the gradient of a part of the batch, or None if
+    the gradients are not proportional."""
     scale = (part * part).sum().item()
     factor = (found * part).sum().item() / scale if scale else 0.0
     return factor if factor and difference(found, factor * part) <= allowed else None

@@ -78,7 +78,7 @@ class RunCheckpoint:
     stages: Mapping[int, nn.Module]
     optimizer: DistributedOptimizer
     plan: RunPlan | None = None
-    """Plan of the training run; None if the run does not train."""
+    """Plan of the training run, or None if the run does not train."""
     callbacks: Sequence[Callback] = ()
     """Callbacks of the run. The states of these callbacks are stored in checkpoints."""
 
@@ -254,7 +254,7 @@ class LoadsModels(Protocol):
 
 
 def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None:
-    """Return the loader of a model in another program's format; None for this program's checkpoints."""
+    """Return the loader of a model in another program's format, or None for this program's checkpoints."""
     kind = PATH_KINDS[on_first_rank(lambda: kind_of(path), state.world)]
     return kind if isinstance(kind, LoadsModels) else None
 
@@ -264,8 +264,8 @@ def load_start(
 ) -> Progress:
     """Load parameters and optimizer at the start of a run, and return the run's position. Collective.
 
-    The weights are loaded from the checkpoint that a callback provides. If no callback provides one, they are loaded
-    from the checkpoint or model in --load.
+    The weights are loaded from the checkpoint that a callback provides. If no callback provides a checkpoint, the
+    weights are loaded from the checkpoint or model in --load.
     """
     for callback in sorted(checkpoint.callbacks, key=lambda each: each.start_order):
         if (progress := callback.start(checkpoint, say, data)) is not None:

@@ -29,19 +29,19 @@ class RunSaver:
     def __init__(self, checkpoint: RunCheckpoint, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpoint.config.checkpoint
         self.writer = _writer_of(checkpoint, progress)
-        """Writer of the run's checkpoints; None without --save."""
+        """Writer of the run's checkpoints, or None without --save."""
         self.checkpoint = checkpoint
         self._runtime = runtime
         self._progress = progress
         self._lines = lines
         self.last = progress.iteration or None
-        """Iteration of the checkpoint that was last saved or loaded; None if no checkpoint was saved or loaded."""
+        """Iteration of the checkpoint that was last saved or loaded, or None if no checkpoint was saved or loaded."""
 
         self._told: tuple[int, str] | None = None
         """Iteration and error message of the failed save that was printed last. Digits are removed from the message."""
 
         self._given_up = ""
-        """Reason why the newest checkpoint is not on disk; empty if it is on disk or being written."""
+        """Reason why the newest checkpoint is not on disk, or an empty string if it is on disk or being written."""
 
         self.exporters: list[Exporter] = []
         if self.writer is not None:
@@ -156,7 +156,7 @@ class RunSaver:
 
 
 def _writer_of(checkpoint: RunCheckpoint, progress: Progress) -> CheckpointWriter | None:
-    """Create the writer of the run's checkpoints; None without --save. Collective over the world."""
+    """Create the writer of the run's checkpoints, or None without --save. Collective over the world."""
     options, world = checkpoint.config.checkpoint, checkpoint.state.world
     if options.save is None:
         return None

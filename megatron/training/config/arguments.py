@@ -142,7 +142,7 @@ def _options() -> list[tuple[str, str]]:
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:
-    """Return the words between --help and the next flag; None if --help is not given."""
+    """Return the words between --help and the next flag, or None if --help is not given."""
     place = next((number for number, token in enumerate(argv) if token in ("--help", "-h")), None)
     return None if place is None else list(takewhile(lambda token: not token.startswith("-"), argv[place + 1 :]))
 

@@ -109,7 +109,7 @@ class SchedulesBatches(Protocol):
 
 
 def batch_schedule(config: RunConfig) -> SchedulesBatches | None:
-    """Return the flags of the extension that changes the batch size during the run; None if the batch size is
+    """Return the flags of the extension that changes the batch size during the run, or None if the batch size is
     constant."""
     found: list[object] = [config.options(section.cls) for section in EXTENSION_SECTIONS.values()]
     return next((each for each in found if isinstance(each, SchedulesBatches) and each.changes_batches), None)

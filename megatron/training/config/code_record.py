@@ -37,7 +37,7 @@ MOST_FILES = 10_000
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of the records: paritrain/runs in XDG_STATE_HOME, which is ~/.local/state by default."""
+    """Return the folder of the code records: paritrain/runs in XDG_STATE_HOME, which defaults to ~/.local/state."""
     environ = os.environ if environ is None else environ
     named = environ.get("XDG_STATE_HOME", "")
     root = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
@@ -134,7 +134,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def _module_files(name: str) -> Iterator[Path]:
     """Return the files of a module and of its parent packages. All files of the innermost package are included, because
-    the module may import any of them. A module is searched for in the same folders as an extension that is imported."""
+    the module may import any of these files. A module is searched for in the same folders as an extension that is
+    imported."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
     package: list[str] = []

@@ -50,7 +50,7 @@ class GivenOptions:
     problems: list[Problem] = field(default_factory=list)
 
     def last(self, name: str) -> str | None:
-        """Return the last value of an option, which overrides earlier values; None if the option is not given."""
+        """Return the last value of an option, which overrides earlier values, or None if the option is not given."""
         values = self.options.get(name)
         return values[-1] if values else None
 
@@ -128,8 +128,8 @@ class ReadCommand(Protocol):
     options."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
-        """Return the command that the options select; None if they select no command. If the options are not valid, add
-        the problems to `given.problems`. `world_size` is the value of --world-size, or None if the flag is not
+        """Return the command that the options select, or None if they select no command. If the options are not valid,
+        add the problems to `given.problems`. `world_size` is the value of --world-size, or None if the flag is not
         given."""
 
 

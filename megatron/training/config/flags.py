@@ -176,7 +176,7 @@ class ExtensionSection:
     data."""
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the problems that the rules find in a resolved configuration; none if the flags are unused."""
+        """Return the problems that the rules find in a resolved configuration, or none if the flags are unused."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -264,7 +264,7 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
 
 
 def shown_value(value: object) -> object:
-    """Return a flag's value for a message; None for a switch."""
+    """Return a flag's value for a message, or None for a switch."""
     return None if isinstance(value, bool) else value
 
 
@@ -299,7 +299,7 @@ def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
 
 
 def named_value(config: RunConfig, field: str) -> Any:
-    """Return the value of the configuration field `field`; None if the flag's extension is not installed."""
+    """Return the value of the configuration field `field`, or None if the flag's extension is not installed."""
     flag = field_table().get(field)
     return None if flag is None else value_of(config, flag)
 
@@ -414,7 +414,7 @@ installed. `megatron.extensions.load` fills this dict."""
 
 
 def home_of(spelling: str) -> str | None:
-    """Return the built-in extension that defines a flag, even if not installed; None for any other flag."""
+    """Return the built-in extension that defines a flag, even if it is not installed, or None for any other flag."""
     return FLAG_HOMES.get(spelling)
 
 

@@ -92,8 +92,8 @@ def drop_output() -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return the reason why no file can be created in a folder, which may not exist yet; None if a file can be created.
-    The function leaves no files behind."""
+    """Return the reason why no file can be created in a folder, which may not exist yet, or None if a file can be
+    created. The function leaves no files behind."""
     if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # a URL, e.g. s3://x
         return f"{folder} {NO_URL[0]}"
     nearest = folder
@@ -110,16 +110,16 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def why_not_written(path: Path) -> str | None:
-    """Return the reason why a file cannot be written; None if the file can be written. The folder that will contain the
-    file may not exist yet."""
+    """Return the reason why a file cannot be written, or None if the file can be written. The folder that will contain
+    the file may not exist yet."""
     if path.exists():
         return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
     return why_unwritable(path.parent)
 
 
 def _kind_of_no_file(path: Path) -> str | None:
-    """Return the kind of a directory entry that is not a regular file; None for a file, or if the path does not
-    exist."""
+    """Return the kind of a directory entry that is not a regular file. Return None for a regular file, or if the path
+    does not exist."""
     try:
         mode = path.stat().st_mode
     except OSError as error:

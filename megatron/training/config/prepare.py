@@ -204,7 +204,7 @@ def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Probl
 
 
 def tokenizer_vocabulary(config: RunConfig) -> int | None:
-    """Return the vocabulary size of the tokenizer that the flags select; None if they select no tokenizer."""
+    """Return the vocabulary size of the tokenizer that the flags select, or None if they select no tokenizer."""
     if config.tokenizer.tokenizer_type is None:
         return None
     return build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size

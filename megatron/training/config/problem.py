@@ -117,7 +117,7 @@ def _shown(value: object) -> str:
 
 
 def text_rule(text: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a text that no flag accepts as its value; None for any other text.
+    """Return (rule, remedy) for a text that no flag accepts as its value, or None for any other text.
 
     Flags refuse texts that are empty or consist of white space, for example because a shell variable was not set, and
     texts with control characters.

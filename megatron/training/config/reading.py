@@ -34,7 +34,7 @@ class Reading:
     """This program's flags that replace the given flag; empty if that flag has no effect or is a problem."""
 
     why: str = ""
-    """Reason why the flags in `ours` differ from those in `given`; empty if they are equal."""
+    """Reason why the flags in `ours` differ from those in `given`, or an empty string if they are equal."""
 
     problem: bool = False
 
@@ -58,7 +58,7 @@ class ForeignProgram(Protocol):
         """Translate a flag of the other program for `reader`. Return False if the other program lacks the flag."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
-        """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
+        """Return the unsupported feature that the flag selects with these values, or None if it is supported."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
         """Map each file in examples/ that registers unknown flags to one of these flags."""
@@ -436,7 +436,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """Return the unsupported feature of another program that these values of `flag` select; None if there is none."""
+    """Return the unsupported feature of another program that these values of `flag` select, or None."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

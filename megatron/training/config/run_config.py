@@ -201,13 +201,13 @@ class CheckpointConfig:
 
     @property
     def save_folder(self) -> Path | None:
-        """Path of --save if it is in a mounted file system; None if it is in another storage."""
+        """Path of --save if it is in a mounted file system, or None if it is in another storage."""
         root = self.save_root
         return root if isinstance(root, Path) else None
 
     @property
     def load_root(self) -> PurePath | None:
-        """Path that --load names, on disk or in another storage; None without --load."""
+        """Path that --load names, on disk or in another storage, or None without --load."""
         return None if self.load is None else located(self.load)
 
     @property

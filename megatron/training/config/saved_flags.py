@@ -165,7 +165,7 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
 
 
 def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
-    """Return the metadata (everything except tensors) of the checkpoint from which a run continues; None if the run
+    """Return the metadata (everything except tensors) of the checkpoint from which a run continues, or None if the run
     starts at iteration 0.
 
     Raises ValueError if no checkpoint is readable, or if another program wrote the checkpoints.
@@ -220,7 +220,7 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 
 
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
-    """Return the configuration sections of the latest checkpoint in a folder; None if there is no checkpoint.
+    """Return the configuration sections of the latest checkpoint in a folder, or None if there is no checkpoint.
 
     If a training phase has changed a flag, the sections contain the flag's value for the whole run, not for this phase.
     Raises ValueError if no checkpoint is readable, or if another program wrote the checkpoints.
@@ -233,7 +233,7 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 
 
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
-    """Return the metadata (everything except tensors) of the latest checkpoint in a folder; None if there is no
+    """Return the metadata (everything except tensors) of the latest checkpoint in a folder, or None if there is no
     checkpoint.
 
     If the latest checkpoint cannot be read, the previous one is used, as when a run loads a checkpoint. Raises
@@ -279,7 +279,7 @@ LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
 
 def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
     """Return a line that describes which flags of the run's length and learning-rate schedule have changed since the
-    saved run; None if none has."""
+    saved run, or None if no flag has changed."""
     changed, wanted = [], {*LENGTH, *SCHEDULE, *(PLANS.facts(name).field for name in PLANS)}
     by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
     for flag in all_flags():

@@ -84,7 +84,7 @@ class _Check:
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag
         self._known: dict[int, tuple[int, int] | None] = {}
-        """Results of `measure`, keyed by node id; None for a node that is being measured."""
+        """Results of `measure`, keyed by node id. The result is None while a node is being measured."""
 
     def measure(self, node: Node) -> tuple[int, int]:
         """Return how many values a node contains, and how many levels of lists and mappings are nested in it. Raises

@@ -73,7 +73,7 @@ class MultiTokenLosses(Tallies):
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Return the mean loss of each prediction depth, starting at depth 1; None if no tokens were counted."""
+        """Return the mean loss of each prediction depth, starting at depth 1, or None if no tokens were counted."""
         return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}
 
 

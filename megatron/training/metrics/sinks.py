@@ -243,8 +243,8 @@ def _json_value(value: object) -> object:
 
 
 def metrics_file(config: RunConfig) -> PurePath:
-    """Return the path of --metrics-file, by default metrics.jsonl in --save, or in the current folder without
-    --save."""
+    """Return the path of --metrics-file. The default is metrics.jsonl in the --save folder, or in the current folder
+    without --save."""
     return located(config.logging.metrics_file or (config.checkpoint.save_root or Path()) / METRICS_FILE)
 
 

@@ -94,7 +94,7 @@ def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
 
 
 def flops_per_token(run: TrainingRun) -> float:
-    """Return model FLOPs per token from the last callback that counts them; 0 if no callback does."""
+    """Return model FLOPs per token from the last callback that counts them, or 0 if no callback counts FLOPs."""
     counts = [callback.flops_per_token(run.config.model) for callback in run.callbacks]
     return next((count for count in reversed(counts) if count is not None), 0.0)
 
@@ -102,7 +102,7 @@ def flops_per_token(run: TrainingRun) -> float:
 def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
-    """Return the peak TFLOP/s of one device; None if it is unknown. The peak is the value of --peak-tflops if it is
+    """Return the peak TFLOP/s of one device, or None if it is unknown. The peak is the value of --peak-tflops if it is
     set. Otherwise, the peak is that of the number format in `LINEAR_FORMATS` that the run uses, or the data sheet's
     peak for 16-bit training.
     """
@@ -115,7 +115,7 @@ def peak_tflops(
 
 
 def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
-    """Return the peak in TFLOP/s of the device that torch calls `name`; None if `peaks` does not contain the device.
+    """Return the peak in TFLOP/s of the device that torch calls `name`, or None if `peaks` does not contain the device.
     `peaks` is a dict from device models to TFLOP/s."""
     return next((peak for model, peak in peaks.items() if re.search(rf"\b{model}\b{OTHER_MODELS}", name)), None)
 

@@ -74,7 +74,7 @@ class FailureHandler:
         """Function that describes the training state in memory from which a restart resumes; "" if none exists."""
 
         self.reported: Failure | None = None
-        """Failure that ends this rank, for use in `at_exit` functions; None if the rank ends for another reason."""
+        """Failure that ends this rank, for use in `at_exit` functions, or None if the rank ends for another reason."""
 
         self.left = False
         """True if this rank no longer needs the store. The process that hosts the store may then end at any time."""

@@ -148,8 +148,8 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Group ranks by the place in the code at which they are. Return a dict from each place to a text such as `ranks
-    0, 1`. The places are sorted by number of ranks, in descending order."""
+    """Group ranks by the line of code that they execute. Return a dict from each line to a text such as `ranks 0, 1`.
+    The lines are sorted by number of ranks, in descending order."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)

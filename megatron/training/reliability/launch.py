@@ -177,8 +177,8 @@ def write_error_file(text: str, at: float | None = None) -> bool:
 
 
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
-    """Print the root cause so that it is the last text on the screen. `at` is the time of the failure, by default the
-    current time.
+    """Print the root cause so that it is the last text on the screen. `at` is the time of the failure. The default is
+    the current time.
 
     torchrun prints a worker's error file when all workers have ended. If torchrun will restart the workers, or if
     torchrun is ending too (`now` is True), this function prints the text itself.

@@ -120,7 +120,7 @@ def told_if_unwritten(what: str) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO) -> io.TextIOWrapper | None:
-    """Return a lossy stream that writes to the same file as `stream`; None if `stream` has no file, as in a test."""
+    """Return a lossy stream that writes to the same file as `stream`, or None if `stream` has no file, as in a test."""
     try:
         stream.flush()
         descriptor = stream.fileno()

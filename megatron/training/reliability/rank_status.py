@@ -69,7 +69,7 @@ class HangAnalysis:
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
-        """Return the ranks that block the others; None if the phases and lines of code in `standings` do not reveal
+        """Return the ranks that block the others, or None if the phases and lines of code in `standings` do not reveal
         them."""
         return None
 
@@ -91,7 +91,7 @@ class RankStatus:
         the rank from which the executor awaits a message."""
 
         self.state: ParallelState | None = None
-        """Process groups; None until they exist."""
+        """Process groups, or None until they exist."""
 
         self.meeting: Meeting | None = None
         """Most recent start-up meeting of all ranks."""

@@ -129,8 +129,8 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """Return the start number that `key` contains; None if the key contains no such number. `meet` adds the number of
-    the rank's start (`START`) to keys of the store."""
+    """Return the start number that `key` contains, or None if the key contains no such number. `meet` adds the number
+    of the rank's start (`START`) to keys of the store."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
@@ -300,11 +300,11 @@ class Board:
             )
 
     def get(self, key: str) -> str | None:
-        """Return the value stored under `key`; None if there is no value yet."""
+        """Return the value stored under `key`, or None if there is no value yet."""
         return _text(self.store.get(key)) if self.store.check([key]) else None
 
     def read(self, key: str, parse: Callable[[str], T]) -> T | None:
-        """Return the value of a key, parsed by `parse`; None if there is no value yet or `parse` raises ValueError."""
+        """Return the value of a key, parsed by `parse`, or None if it is missing or `parse` raises ValueError."""
         text = self.get(key)
         return self._parsed(key, text, parse) if text else None
 
@@ -352,7 +352,7 @@ class Board:
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
 
     def peer(self, rank: int) -> Peer | None:
-        """Return the process of a rank; None if the rank has not arrived."""
+        """Return the process of a rank, or None if the rank has not arrived."""
         return self.peers.get(rank) or self.read(f"peer/{rank}", _parse_peer)
 
     def name(self, rank: int) -> str:
@@ -385,7 +385,7 @@ class Board:
         self.store.set("told", _json(failure))
 
     def report(self) -> Failure | None:
-        """Return the failure report that was printed; None if none was printed yet."""
+        """Return the failure report that was printed, or None if none was printed yet."""
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
@@ -407,7 +407,7 @@ class Board:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """Return the tick (step or evaluation batch) after which a request is carried out; None if this tick is not
+        """Return the tick (step or evaluation batch) after which a request is carried out, or None if this tick is not
         known yet. Rank 0 computes this tick, which is the latest tick that any rank has begun."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:

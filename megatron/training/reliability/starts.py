@@ -33,8 +33,8 @@ class StartsRanks(Protocol):
 
     @property
     def starter(self) -> str | None:
-        """Location of the selected `Starter`, as `package.module:name`; None if the flags select no starter. The module
-        is imported only when the ranks are launched."""
+        """Location of the selected `Starter`, as `package.module:name`, or None if the flags select no starter. The
+        module is imported only when the ranks are launched."""
 
     @property
     def spare_ranks(self) -> int:

@@ -33,7 +33,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """Request to carry out now; None if there is no such request. All ranks carry out the request at the same
+        """Request to carry out now, or None if there is no such request. All ranks carry out the request at the same
         point, after the same number of ticks."""
 
         self.undecided = False

@@ -47,7 +47,7 @@ def leave_failure(address: str, port: int, why: str) -> None:
 
 
 def left_failure(address: str, port: int) -> str | None:
-    """Return the reason that `leave_failure` has recorded since this process started; None if there is none.
+    """Return the reason that `leave_failure` has recorded since this process started, or None if there is none.
 
     A record is ignored if it is older than this process, or if it was written under another launcher or by another
     user.

@@ -109,7 +109,7 @@ is a pair of the limit and a comment on the limit."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:
-    """Return the upper limit from LIMITS for a field; None if the field declares a bound, or if its name contains no
+    """Return the upper limit from LIMITS for a field, or None if the field declares a bound or its name contains no
     word in LIMITS."""
     own = flag.spec.at_most is not None or flag.spec.below is not None
     words = flag.field.split("_") if flag.kind is float and not own and _is_ours(flag) else []

@@ -206,7 +206,7 @@ def pattern_of(num_layers: int) -> str:
 
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the pattern of linear attention layers, and the settings that do not apply to such layers."""
+    """Check the pattern of linear attention layers, and the settings that do not apply to linear attention layers."""
     m = c.model
     flag = "--linear-attention-freq"
     cp = c.parallel.context_parallel_size
@@ -300,7 +300,7 @@ def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _value_of_switch(c: RunConfig, switch: str) -> object:
-    """Return the value that appears after a flag on the command line; None if the flag takes no value."""
+    """Return the value that appears after a flag on the command line, or None if the flag takes no value."""
     value: object = value_of(c, spelling_table()[switch][0])
     return None if value is True else value
 

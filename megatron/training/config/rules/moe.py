@@ -69,8 +69,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def _grouped(c: RunConfig) -> Iterator[Problem]:
     """Report that --moe-grouped-gemm has no effect, if there is no grouped kernel for the given flags on any GPU.
 
-    When the run starts, `megatron.core.moe.grouped_gemms.has_grouped_kernel` checks whether the present GPU has such a
-    kernel.
+    When the run starts, `megatron.core.moe.grouped_gemms.has_grouped_kernel` checks whether the present GPU has a
+    grouped kernel.
     """
     m = c.model
     p = c.parallel

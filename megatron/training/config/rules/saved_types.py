@@ -78,8 +78,8 @@ class SavedMetadata(TypedDict, total=False):
 
 
 def metadata_problem(values: Mapping[str, object]) -> str | None:
-    """Return a description of the first value in a checkpoint's metadata that has the wrong type; None if all types are
-    correct.
+    """Return a description of the first value in a checkpoint's metadata that has the wrong type, or None if all types
+    are correct.
 
     Example: `past_batches[1] must be a list of 2 values, but is text`. Entries that this program does not use may have
     any type, because they are never read.
@@ -134,8 +134,8 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def type_problem(config: object) -> str | None:
-    """Return a description of the first value in a configuration that does not have the type of its field; None if all
-    types are correct.
+    """Return a description of the first value in a configuration that does not have the type of its field, or None if
+    all types are correct.
 
     Example: `config.model.num_layers must be a whole number, but is text`. Fields that this program does not have may
     contain any value, because they are never read.
