@@ -1,4 +1,4 @@
-"""Stops a run whose validation loss has not improved for --patience evaluations.
+"""Stop a run whose validation loss has not improved for --patience evaluations.
 
 python pretrain_gpt.py --extension examples/early_stopping.py --patience 3 --eval-interval 100 ...
 """

@@ -2,8 +2,8 @@
 
 python pretrain_gpt.py --extension examples/head_scaled_attention.py --attention-module head_scaled ...
 
-The sublayer supports grouped queries, rotary embeddings and generation. It runs under tensor, sequence, context and
-pipeline parallelism. docs/attention_sublayer.md explains the code step by step.
+The sublayer supports grouped queries, rotary embeddings and generation. The sublayer runs under tensor, sequence,
+context and pipeline parallelism. docs/attention_sublayer.md explains the code step by step.
 """
 
 from torch import Tensor, nn

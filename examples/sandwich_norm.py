@@ -22,7 +22,7 @@ class SandwichLayer(TransformerLayer):
         self.post_mlp_layernorm = build_norm(f"{name}.post_mlp_layernorm", config.hidden_size, config, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp."""
         attended = self.self_attention(self.input_layernorm(x), context)
         x = x + self.attention_dropout(self.post_attention_layernorm(attended), context)
         transformed = self.mlp(self.pre_mlp_layernorm(x), context)

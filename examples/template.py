@@ -48,8 +48,8 @@ class MyFlags:
     """Number of iterations between two log lines of the callback; 0 disables the callback."""
 
 
-# 2. An activation function, which --activation-func selects. It is built once for each layer, and reads its flags with
-#    `config.options`. Parameters are created with `make_parameter`, see examples/trainable_swish.py.
+# 2. An activation function, which --activation-func selects. The function is built once for each layer, and reads its
+# flags with `config.options`. Parameters are created with `make_parameter`, see examples/trainable_swish.py.
 
 
 @ACTIVATIONS.register("my_activation")

@@ -66,7 +66,7 @@ class Program:
 
 
 THIS = Program()
-"""Program without differences from this program. It is the default for published runs."""
+"""`Program` without any difference from this program, which is the default of `PublishedRun.program`."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
 """Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. A number

@@ -70,7 +70,8 @@ LONGEST = (
 
 CAMPAIGNS = tuple(Path(__file__).with_name("campaigns.txt").read_text().split())
 """Name prefixes of tests outside the core suite. These tests take long and run code that shorter tests also cover, run
-whole programs, or simulate several hosts. They only run with --all, or if a path on the command line includes them."""
+whole programs, or simulate several hosts. These tests run only with --all, or if a path on the command line includes
+them."""
 
 
 def _left_out(config: pytest.Config, name: str) -> bool:

@@ -105,9 +105,9 @@ def forked_ranks(
     prepare: Callable[[int], None] = lambda rank: None,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
-    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. The output
-    of all processes goes to the file `screen`. Each forked process calls `prepare(rank)` before it runs the program.
-    Processes that are still running at the end are killed."""
+    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield the processes. The
+    output of all processes goes to the file `screen`. Each forked process calls `prepare(rank)` before it runs the
+    program. Processes that are still running at the end are killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare, main)

@@ -1,7 +1,7 @@
 """Time limits for all operations that tests wait for.
 
-Limits only end tests that hang. No test fails because it is slow. Each limit is far above the time that a slow, busy
-machine needs. Tests that must wait for a timeout of the library set that timeout to a short time instead.
+The limits only end tests that hang. No test fails because it is slow. Each limit is far above the time that a slow,
+busy machine needs. Tests that must wait for a timeout of the library set that timeout to a short time instead.
 """
 
 from __future__ import annotations

@@ -147,8 +147,9 @@ class Names:
     """Number of micro-batches in a step if the schedule has no flush; otherwise, None."""
 
     def label(self, action: Action) -> str:
-        """Return the label of an action, such as F3v1. It consists of the kind and the micro-batch, then a letter for
-        the model chunk if ranks have several chunks, and then the weight version if there are several versions."""
+        """Return the label of an action, such as F3v1. The label consists of the kind and the micro-batch, then a
+        letter for the model chunk if ranks have several chunks, and then the weight version if there are several
+        versions."""
         layout, version = self.layout, ""
         chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
         if self.per_step is not None:
@@ -220,7 +221,7 @@ def drawn(timeline: Sequence[Timed]) -> list[Timed]:
 
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
-    """Draw a bar for each compute action, coloured by kind, shaded by `names`, and labelled with the microbatch. The
+    """Draw a bar for each compute action, colored by kind, shaded by `names`, and labeled with the microbatch. The
     idle fraction of each rank is shown on the right. If a schedule is long, only its beginning and end are drawn,
     because the middle is repetitive."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
@@ -249,8 +250,8 @@ def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
 
 
 def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
-    """Return the time intervals of a schedule to draw. This is the whole schedule or, if it is longer than `most`, its
-    beginning and its end, with a total length of `most`."""
+    """Return the time intervals of a schedule to draw. The intervals cover the whole schedule or, if the schedule is
+    longer than `most`, its beginning and its end, with a total length of `most`."""
     if makespan <= most:
         return [(0.0, makespan)]
     return [(0.0, most / 2), (makespan - most / 2, makespan)]

@@ -7,9 +7,9 @@
 RUN is a --save folder, or its URL, for which --output is needed. The page needs neither a network nor scripts. The page
 shows the data that is available, so the tool also works for runs that crashed, are still running, or have damaged
 files. --against adds the curves of other runs and the differing flags. If several runs are given, the page compares
-them, in order of increasing loss. It shows losses over tokens, time and FLOPs, the throughput, and the configuration
-values that differ. Code that a run names is not executed. To plan a run with custom parts, pass the code with
---extension.
+them, in order of increasing loss. The page then shows losses over tokens, time and FLOPs, the throughput, and the
+configuration values that differ. Code that a run names is not executed. To plan a run with custom parts, pass the code
+with --extension.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ result of a run is its last validation loss. Each run writes a JSON file, a log 
 the command is repeated, finished runs in the folder are skipped. A run that fails counts as diverged. To repeat the
 run, delete its JSON file.
 
-The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
+The best rate is at the minimum of the parabola through the lowest loss and its two neighbors, over log2(rate). With
 --extend, if the lowest loss of a case is at its smallest or largest rate, the tool also trains with rates beyond that
 end. The ratio of successive rates stays the same. Cases form a group if their names are equal up to the last slash,
 such as usual/64 and usual/256. For each group, the last lines of the output show the range of the best learning rates.
@@ -52,7 +52,7 @@ class Best:
 
 
 def best_rate(curve: Curve) -> Best | None:
-    """Return the minimum of the parabola through the lowest loss and its two neighbours; None if a neighbour is
+    """Return the minimum of the parabola through the lowest loss and its two neighbors; None if a neighbor is
     missing."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
@@ -71,8 +71,7 @@ def best_rate(curve: Curve) -> Best | None:
 
 
 def next_rate(curve: Curve) -> float | None:
-    """Return the next rate beyond the end at which the loss is lowest; None if the lowest loss is between two
-    others."""
+    """Return the next rate beyond the smallest or largest rate if the loss is lowest at that rate; None otherwise."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
     if lowest == 0:

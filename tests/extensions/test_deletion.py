@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[2]
 
 RUN = f"{TINY} --tp 2 --pp 2 --num-layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1 --train-iters 3"
 
-# Program that runs in the copy of the library without the deleted extensions. It writes the flags that --help all
-# shows, the errors for the given flags, and the losses of 3 steps.
+# Program that runs in the copy of the library without the deleted extensions. The program writes the flags that --help
+# all shows, the errors for the given flags, and the losses of 3 steps.
 TRIAL = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -143,7 +143,7 @@ def test_each_extension_runs_without_each_that_it_does_not_need() -> None:
 
 @pytest.mark.grid("which", range(len(TOGETHER)), NAMES)
 def test_the_library_runs_without_an_extension(which: int | str, tmp_path: Path) -> None:
-    """The flags of each extension are requested once."""
+    """Over all trials, the flags of each extension are passed once."""
     gone = with_users([which]) if isinstance(which, str) else TOGETHER[which]
     asked = gone if isinstance(which, str) else gone.difference(*TOGETHER[:which])
     without(gone, tmp_path)

@@ -157,7 +157,7 @@ def test_every_entry_of_a_run_refuses_other_types(saved: Saved) -> None:
 
 
 def test_no_reader_crashes_on_a_wrong_type(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value of a wrong type or size is either accepted or refused. It never causes a traceback."""
+    """A value of a wrong type or size is either accepted or refused. Such a value never causes a traceback."""
     own = {name: value for name, value in saved.whole.items() if name != "config"}
     for where in [*places(own), ("config",), ("config", "model"), ("config", "model", "num_layers")]:
         for new in (None, {}, [], "x", 10**40, [[{"a": [1]}]]):

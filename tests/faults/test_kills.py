@@ -1,4 +1,5 @@
-"""Train a reduced DeepSeek-V3 model, and kill ranks at random moments. Each time, the run resumes under another layout.
+"""Train a reduced DeepSeek-V3 model, and kill ranks at random moments. After each kill, the run resumes under another
+layout.
 
 The model has the features that make DeepSeek-V3 hard to distribute: multi-latent attention, a dense layer before the
 expert layers, sigmoid scores with a bias, expert groups, a shared expert and multi-token prediction. The run saves in

@@ -23,7 +23,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, Job]:
-    """Submit all jobs at once. They can run at the same time, because they mostly wait for SLURM."""
+    """Submit all jobs at once. The jobs can run at the same time, because they mostly wait for SLURM."""
     return {
         "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--signal=USR1@1"),
         "signal": cluster.submit("signal"),

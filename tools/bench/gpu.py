@@ -230,8 +230,8 @@ def measure(
     note: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Measure the upper limits, then rounds of steps, and then a single step with the profiler. Print each figure as
-    soon as it is measured. `note` is called with the figures measured so far before the planner and the profiler
-    run."""
+    soon as it is measured. `note` is called twice with the figures measured so far: before the planner runs, and before
+    the profiler runs."""
     from megatron.training.metrics.summary import peak_tflops
 
     found = device_time.ceilings(config, device)

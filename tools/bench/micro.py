@@ -3,7 +3,8 @@
     python tools/bench/micro.py --config llama-8b-layers --json micro.json
     python tools/bench/micro.py --config tiny --cpu          # a trial in a few seconds, without a GPU
 
-Shapes are those of one layer of the model with one sample in a micro-batch. Each row is a median over several rounds of
+The shapes are taken from one layer of the model, with one sample in a micro-batch. Each row is a median over several
+rounds of
 calls: the milliseconds of one call on the device, TFLOP/s for GEMMs, and GB/s for the minimum number of bytes that the
 call must read and write. If the host takes longer to launch a call than the device takes to run it, the row also shows
 the launch time. A row that fails shows the error, and the other rows are still measured. If a failure makes the device

@@ -278,8 +278,8 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """Return one row per contestant. A row contains the speed of a contestant relative to the contestants whose names
-    `beside` yields for it."""
+    """Return one row per contestant. A row contains the speed of a contestant relative to other contestants, whose
+    names `beside(name)` yields."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():

@@ -119,7 +119,7 @@ class LaunchScript:
         """Interpret a command, and combine its result with those of earlier commands in the same chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
-            if found and "--" in found[3]:  # The assignment would add flags. As it is skipped, the variable is empty.
+            if found and "--" in found[3]:  # The skipped assignment would add flags. Set the variable to "".
                 self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)
@@ -178,8 +178,8 @@ class LaunchScript:
             branch.patterns = None
 
     def _simple(self, words: list[str], live: float) -> float:
-        """Interpret a command without reserved words. Its assignments set variables, and the arguments of training
-        commands are recorded."""
+        """Interpret a command without reserved words. The assignments of the command set variables, and the arguments
+        of commands that start training are recorded."""
         declared = words[0] in DECLARATIONS
         if declared:
             words = [word for word in words[1:] if ASSIGNMENT.fullmatch(word)]

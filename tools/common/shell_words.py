@@ -65,8 +65,9 @@ def split(value: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
-    """Yield the commands in all branches of a script. A command is a tuple of its words as written, including reserved
-    words, of the operator that follows it, and of its here-documents. Raises ValueError if the text is not a script."""
+    """Yield the commands in all branches of a script. Each command is a tuple of three values: its words as written,
+    including reserved words; the operator that follows the command; and its here-documents. Raises ValueError if the
+    text is not a script."""
     words: list[str] = []
     marks: list[str] = []  # of here-documents
     at = 0

@@ -42,7 +42,7 @@ NAMES = {
     "FB": "FB: forward and backward in turns",
 }
 HUES = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#84a59d", "#f6bd60", "#a3b18a")
-"""Fill colours that are light enough for dark text."""
+"""Fill colors that are light enough for dark text."""
 
 SOFT = "#59636e"
 WIDE, NARROW = 11.0, 4.6
@@ -226,7 +226,7 @@ def draw_actions(
 
 
 def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
-    """Draw a legend with the colour of each name below the figure."""
+    """Draw a legend with the color of each name below the figure."""
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]

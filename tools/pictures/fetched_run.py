@@ -18,8 +18,8 @@ SMALL = 64 << 20
 
 @contextmanager
 def local_run(root: PurePath) -> Iterator[Path]:
-    """Yield a local folder with the files of a run. This is `root` if it is on the local disk, and otherwise a
-    temporary copy without the contents of tensor files. Raises ValueError if the storage does not answer."""
+    """Yield a local folder with the files of a run. The folder is `root` if `root` is on the local disk, and otherwise
+    a temporary copy without the contents of tensor files. Raises ValueError if the storage does not answer."""
     if isinstance(root, Path):
         yield root
         return

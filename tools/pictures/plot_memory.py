@@ -39,7 +39,7 @@ CATEGORIES = {
     "activations and working": HUES[3],
     "host": HUES[5],
 }
-"""Colour of each memory category. The last category is host memory, which is drawn after the device memory of a bar."""
+"""Color of each memory category. The last category is host memory, which is drawn after the device memory of a bar."""
 
 MOST_RANKS = 32
 

@@ -157,7 +157,7 @@ IN_ROW = 8
 
 
 def rank_picture(found: RankMap, most_width: float = 15.0) -> Figure:
-    """Draw a box for each node, with a cell for each rank. A cell is coloured by pipeline rank and shows the rank's
+    """Draw a box for each node, with a cell for each rank. A cell is colored by pipeline rank and shows the rank's
     coordinates. A red frame marks each tensor-parallel group that spans several nodes. The coordinates of the drawing
     are measured in cells. The picture is at most `most_width` inches wide, or as wide as one node."""
     from matplotlib.patches import Rectangle

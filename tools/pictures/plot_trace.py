@@ -134,7 +134,7 @@ PHASES = {
 
 
 def phase_of(event: Event, iteration: int) -> str | None:
-    """Return the name of the phase to which an event belongs, which selects the event's colour. Return None for events
+    """Return the name of the phase to which an event belongs, which selects the event's color. Return None for events
     that are not drawn."""
     category, args = event["cat"], event["args"]
     if category == "step":

@@ -89,7 +89,7 @@ def _finite(points: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def status(run: RunFolder) -> tuple[str, str]:
-    """Return the status of the run and the CSS class of the status colour."""
+    """Return the status of the run and the CSS class of the status color."""
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end")), None)
     name = str(last.get("name", "")) if last is not None and last["event"] == "end" else ""
     name = name or run.outcome.get("name", "")
@@ -118,7 +118,7 @@ def marks_of(run: RunFolder) -> Marks:
 
 
 def of_runs(runs: Sequence[RunFolder], key: str) -> list[Series]:
-    """Return one curve for each run that has logged a metric, in the colour of the run."""
+    """Return one curve for each run that has logged a metric, in the color of the run."""
     named = zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False)
     return [Series(name, run.values(key), colour=colour) for run, colour, name in named]
 

@@ -67,7 +67,7 @@ class RunFolder:
     @property
     def world_size(self) -> int | None:
         """Number of ranks at the last start of the run. The number is read from the recorded start, the trace, or the
-        configured parallel sizes. It is None if all of these are missing."""
+        configured parallel sizes. The value is None if all of these sources are missing."""
         starts = [event.get("world_size") for event in self.events if event.get("event") == "start"]
         if starts and isinstance(starts[-1], int) and 0 < starts[-1] <= MOST_RANKS:
             return starts[-1]

@@ -92,8 +92,8 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_error_for_a_quadratic_loss_is_second_order(style: str) -> None:
-    """The decayed run computes its gradients at different weights. The emulation ignores this difference, so its error
-    should be quadratic in the learning rate."""
+    """The run with decay computes its gradients at other weights than the run with a constant learning rate. The
+    emulation ignores this difference, so its error should be quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
     curvature = torch.linspace(0.2, 1, 6, dtype=torch.float64)
     for scale in (0.02, 0.01):

@@ -1,4 +1,4 @@
-"""On CPUs without 16-bit instructions, 16-bit matrix products are computed in fp32. Their results match torch's 16-bit
+"""On CPUs without 16-bit instructions, 16-bit matrix products are computed in fp32. The results match torch's 16-bit
 products within one rounding, and all ranks make the same choice."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of tasks of the evaluation harness: requests, batching, scores, and errors in task files."""
+"""Tests of evaluation-harness tasks: requests, batching, scores, and errors in task files."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def test_ranks_cast_parts_as_one_process_casts_the_whole(recipe: str, sp: bool) 
 
 
 def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
-    """Run two expert layers, of which one is gated. Their widths are sharded over the ranks. Return the results
-    gathered from all ranks."""
+    """Run two expert layers, of which one is gated. The widths of both layers are sharded over the ranks. Return the
+    results gathered from all ranks."""
     expt_tp = initialize_model_parallel(size).tp
     fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     generator, inner = torch.Generator().manual_seed(3), 256

@@ -1,6 +1,6 @@
-"""Tests of the calls and backward passes of FlashAttention-3 and cuDNN attention. On CPU, both are replaced with
-plain-torch definitions. Also covers kernels that require equal widths of keys and values, called with values of a
-different width."""
+"""Tests of the calls and backward passes of FlashAttention-3 and cuDNN attention. On CPU, both kernels are replaced
+with plain-torch definitions. The tests also cover kernels that require equal widths of keys and values, called with
+values of a different width."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def mask_of(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[int, int]]:
 
 
 class Package:
-    """Replacement for the package `flash_attn_interface` that records calls. Its packed and dense functions compute
-    attention with plain torch."""
+    """Replacement for the package `flash_attn_interface` that records calls. The packed and dense functions of the
+    replacement compute attention with plain torch."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,5 +1,5 @@
-"""Tests of attention with dropout in a single kernel. A band, which combines several attention tiles, must cover the
-same pairs of queries and keys. Triton kernels in Triton's interpreter are compared with plain torch."""
+"""Tests of attention with dropout in a single kernel. A band combines several attention tiles, and must cover the same
+pairs of queries and keys as these tiles. Triton kernels in Triton's interpreter are compared with plain torch."""
 
 from __future__ import annotations
 

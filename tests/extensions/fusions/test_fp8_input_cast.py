@@ -107,7 +107,7 @@ def test_fused_casts_equal_those_of_the_layer(name: str, fp8: bool, monkeypatch:
 
 
 def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a module has a hook, its input and its output gradient must not be cast by neighbouring modules, so that the
+    """If a module has a hook, its input and its output gradient must not be cast by neighboring modules, so that the
     hook receives uncast values."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     parallel = ModelParallelConfig(bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid"),))

@@ -82,8 +82,8 @@ def test_interpreted_grouped_sums_match_the_definition() -> None:
 CASES = (
     ([3, 0, 70, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 0, 600, 0], 16, 24),  # there is one tile, which is split into four parts
-    ([290, 2, 0, 0], 20, 64),  # there are two tiles, and each is split into two parts
+    ([0, 0, 600, 0], 16, 24),  # There is one tile, which is split into four parts.
+    ([290, 2, 0, 0], 20, 64),  # There are two tiles, each of which is split into two parts.
     ([40, 33, 32, 48, 17], 40, 40),
     ([9], 136, 64),  # too many rows of tiles for one group of tiles that share operands
 )

@@ -51,8 +51,8 @@ def cases() -> Iterator[Case]:
 
 
 def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the total, the normalized total, and the gradients of the total and the parameters. All are computed in
-    fp32 by plain torch and autograd, and then rounded."""
+    """Return the total, the normalized total, and the gradients of the total and the parameters. All results are
+    computed in fp32 by plain torch and autograd, and then rounded."""
     dtype = case.x.dtype
     total = case.x if case.update is None else case.x + case.update
     leaves = [part.float().clone().requires_grad_() for part in (total, case.weight, case.bias) if part is not None]
@@ -215,7 +215,7 @@ def test_norms_compile_to_wide_loads_and_stores() -> None:
         backward = compiled_backward(NAMED[0], capability, fp8)
         assert compiled_backward(NAMED[0], capability, fp8, columns=False).asm["cubin"]
         # A thread loads 64 elements of each operand, or 16 in a backward pass, 8 elements at a time. A chunked kernel
-        # reads gamma for each row, and reads everything except the gradient of the sum twice.
+        # reads gamma for each row. Such a kernel reads all other operands twice, except the gradient of the sum.
         for built, expected in ((forward, 16), (backward, 14)):
             loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
             assert expected <= loads <= expected + 4, loads

@@ -96,8 +96,8 @@ def test_the_kernel_compiles_for_hopper() -> None:
 
 
 class CublasLt:
-    """Replacement for cuBLASLt that works on CPU memory. It computes D = alpha scale_A scale_B op(A) op(B) + beta C for
-    column-major matrices."""
+    """Replacement for cuBLASLt that works on CPU memory. The replacement computes D = alpha scale_A scale_B op(A) op(B)
+    + beta C for column-major matrices."""
 
     def __init__(self) -> None:
         self.objects: list[dict[Any, Any]] = [{}]

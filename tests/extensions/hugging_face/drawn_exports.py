@@ -1,4 +1,5 @@
-"""Exports of randomly drawn models: each loads back as the same model, bit for bit, or is refused with a reason.
+"""Check exports of randomly drawn models. Each export must load back as the same model, bit for bit, or be refused with
+a reason.
 
     python -m tests.extensions.hugging_face.drawn_exports --draws 200 --seed 3
 

@@ -57,7 +57,7 @@ included."""
 
 @pytest.mark.parametrize("family", ALONE)
 def test_families_without_a_case_match_transformers(family: str) -> None:
-    """Each family's tiny model of the sweep is compared, including its gradients."""
+    """For each family, the tiny model of `sweep.py` is compared with transformers, including the gradients."""
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
 
 

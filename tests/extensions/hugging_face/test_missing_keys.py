@@ -138,8 +138,8 @@ def test_older_keys_and_other_names_are_read(model_type: str) -> None:
 
 
 def test_every_key_that_classes_write_is_known() -> None:
-    """The test covers each family's default config.json and that of the tiny model. If a config.json has a non-default
-    value for a key that the transformers class writes but never reads, the key must be listed."""
+    """The test covers the default config.json and the tiny model's config.json of each family. If a config.json has a
+    non-default value for a key that the transformers class writes but never reads, the key must be listed."""
     found = {}
     for name in FAMILIES:
         for settings in ({}, sweep.tiny(name)):

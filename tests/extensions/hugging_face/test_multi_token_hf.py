@@ -105,8 +105,8 @@ def test_losses_gradients_and_files_of_multi_token_modules_match_transformers(ca
 
 
 def test_qwen3_next_modules_keep_their_names() -> None:
-    """A round trip of one module is byte-identical. In the files, those weights of the module that do not belong to its
-    layer have special names. transformers renames the weights of such files in the same way."""
+    """A round trip of one module does not change a byte. In the files, the weights of the module that are not part of
+    its decoder layer have special names. transformers renames the weights of such files in the same way."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
     mine = GPTModel(config, FP64, weights=WeightSetup(seed=3))
     parameters = {p.meta.name: p.detach() for p in mine.parameters()}

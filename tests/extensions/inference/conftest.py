@@ -1,4 +1,4 @@
-"""Checkpoint of a briefly trained model that generates varied tokens."""
+"""Fixture that provides the checkpoint of a briefly trained model, which generates varied tokens."""
 
 from __future__ import annotations
 

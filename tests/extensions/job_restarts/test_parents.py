@@ -23,7 +23,8 @@ BEFORE = Start((0, 1), (0, 1, 2))
 
 
 def parents_of(*peers: Peer) -> list[Parents]:
-    """Return one parent per given peer. The parents share a store that contains the announcement of each peer."""
+    """Return one `Parents` object for each peer. The objects share a store that contains the announcement of each
+    peer."""
     store = dist.HashStore()
     for worker, peer in enumerate(peers):
         store.set(f"parent/{worker}", json.dumps([f"host{worker}", asdict(peer)]))

@@ -81,7 +81,8 @@ def test_four_runs_predict_a_fifth() -> None:
 
 
 def test_the_curve_of_the_fifth_run() -> None:
-    """The documentation states the same positions at each evaluation."""
+    """The test checks what the documentation states about the predicted curve: how far the measured losses are below
+    the prediction, and how many of them are below the predicted range."""
     found = json.loads(MEASURED.read_text())
     runs, curve, target = found["points"], found["curve"], found["target"]
     form = Form(1, (fit([Point(each["parameters"], each["tokens"], each["loss"]) for each in runs]).exponents))

@@ -54,7 +54,7 @@ def test_latents_are_gathered_in_place_of_hidden_states() -> None:
     assert Counter(forward) == Counter([*gathers, sum_, sum_])
     scatters = [("all_to_all", nbytes) for _, nbytes in gathers]
     regathered = [call for call, width in zip(gathers, widths, strict=True) if width != 4]
-    entering = ("all_gather", S * B * H * 4)  # gathers the output gradients of proj, and again those of fc2
+    entering = ("all_gather", S * B * H * 4)  # one gathers the output gradients of proj, and another those of fc2
     assert Counter(backward) == Counter([*scatters, *regathered, entering, entering])
 
 

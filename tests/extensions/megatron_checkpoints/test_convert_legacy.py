@@ -1,5 +1,5 @@
 """tools/convert_checkpoint.py reads Megatron-LM checkpoints with one file per rank, including checkpoints with old
-names and formats. It refuses malicious, damaged and incomplete checkpoints."""
+names and formats. The tool refuses malicious, damaged and incomplete checkpoints."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ RUNS = {
     **dict.fromkeys(("legacy_interleaved", "legacy_moe"), "--tp 2 --sequence-parallel --lr-decay-iters 13"),
     **dict.fromkeys(("deepseek", "hybrid"), "--tp 2 --sequence-parallel"),
 }
-"""Layout flags with which a run resumes from each checkpoint. The legacy checkpoints have one file per rank. One is a
-GPT-2 model with tied embeddings, trained with the plain optimizer under TP 2 and PP 2, with two model chunks per rank.
-The other, trained under TP 2 and EP 2, has experts in two of three layers, stages of two layers and one layer, and
-distrib_optim.pt."""
+"""Layout flags with which a run resumes from each checkpoint. The legacy checkpoints have one file per rank. One legacy
+checkpoint contains a GPT-2 model with tied embeddings, trained with the plain optimizer under TP 2 and PP 2, with two
+model chunks per rank. The other legacy checkpoint, from a run under TP 2 and EP 2, has experts in two of three layers,
+stages of two layers and one layer, and distrib_optim.pt."""
 
 
 @pytest.fixture(params=["dense", "moe", "deepseek", "hybrid"])
@@ -53,8 +53,8 @@ def dense(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_run_resumes_at_its_position_with_the_same_losses(name: str, tmp_path: Path) -> None:
-    """The fourth loss depends on the update of the third step. It therefore depends on Adam's moments, the step count
-    and the learning rate. The learning rate is still warming up in the legacy checkpoints."""
+    """The fourth loss depends on the update of the third step. The fourth loss therefore depends on Adam's moments, the
+    step count and the learning rate. The learning rate is still warming up in the legacy checkpoints."""
     convert("--input", unpack(name, tmp_path), "--output", tmp_path / "ours")
     expected = of_their_run(name)
     assert loss_of(tmp_path / "ours", expected["tokens"][2]) == pytest.approx(expected["losses"][2], abs=1e-6)

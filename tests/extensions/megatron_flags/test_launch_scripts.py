@@ -43,7 +43,8 @@ SHRUNK = {
     ).split(),
 }
 
-# Replacements for launchers, which come first in PATH. srun runs its command once; the other launchers record the words
+# Programs that replace the launchers and come first in PATH. srun runs its command once; the other launchers record the
+# words
 # of the command.
 TELL = 'import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], "w"))'
 STAND_INS = {

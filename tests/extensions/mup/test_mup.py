@@ -1,5 +1,5 @@
 """The multipliers of muP and CompleteP are compared with the papers and with Megatron-LM. The parity matrix
-(tests/parity) tests them under parallel layouts."""
+(tests/parity) tests muP under parallel layouts."""
 
 from __future__ import annotations
 

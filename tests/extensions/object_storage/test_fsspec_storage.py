@@ -276,7 +276,8 @@ def test_a_permanent_error_is_raised_at_once() -> None:
 
 
 def test_time_limits_ignore_time_while_the_process_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that were in flight fail when the process continues, long after their time limit."""
+    """While a process is stopped, its requests exceed their time limit. The requests fail when the process continues,
+    and must then be retried."""
     now = [0.0]
     monkeypatch.setattr("megatron.extensions.operate.object_storage.limits.time.monotonic", lambda: now[0])
     limits = Limits(retry_seconds=30, timeout_seconds=10, answered=True)

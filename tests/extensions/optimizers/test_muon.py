@@ -230,7 +230,7 @@ def test_states_of_a_different_update_rule_are_refused_with_the_remedy(
 
 def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> None:
     """As in Megatron-LM, Muon does not update the input projection. The rows of this projection compute gates, inputs,
-    B, C and step sizes, so they are several matrices rather than one."""
+    B, C and step sizes, so the projection consists of several matrices."""
     layer = GPTModel(model_of("mamba"), weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles

@@ -1,5 +1,5 @@
 """Tests of parameter groups with separate learning rates or weight decays, and of frozen parameters. The parity matrix
-(tests/parity) tests them under parallel layouts."""
+(tests/parity) tests parameter groups under parallel layouts."""
 
 from __future__ import annotations
 

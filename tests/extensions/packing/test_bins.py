@@ -1,5 +1,5 @@
-"""Tests of best-fit-decreasing packing and of the order of packed samples. Both are computed from document lengths
-alone."""
+"""Tests of best-fit-decreasing packing and of the order of packed samples. Packing and order are computed from document
+lengths alone."""
 
 from __future__ import annotations
 

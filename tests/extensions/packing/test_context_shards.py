@@ -128,7 +128,7 @@ def test_short_documents_send_no_keys() -> None:
     documents = (tuple(range(0, 64, 4)),)
     shards = balanced_shards(documents, 64, 4)
     assert shards.sent == ((), (), (), ()) and score(owners_of(shards, 64), documents, 4).work == 1
-    # One long document is on all ranks, and eight short ones are on two ranks each.
+    # One long document is on all ranks, and eight short documents are on two ranks each.
     documents = ((0, *range(32, 64, 4)),)
     shards = hybrid_shards(documents, 64, 4, 4)
     assert [sum(map(len, spans)) for spans in shards.sent] == [8, 8, 8, 8]

@@ -38,7 +38,8 @@ class Planned:
 
     kind: str
     rank: int
-    """Index of the process that the launcher started. A process that is a spare may have a different rank later."""
+    """Index of the process that the launcher started. A process that starts as a spare may get a different rank
+    later."""
 
     step: int
     start: int = 0

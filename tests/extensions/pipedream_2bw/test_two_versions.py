@@ -218,7 +218,7 @@ def test_an_evaluation_during_training_uses_the_newest_weights() -> None:
 
 
 def thawed(rank: int, world_size: int, config: RunConfig, frozen: RunConfig, folder: str) -> list[float]:
-    """Return, for each parameter, the largest difference between the two weight versions in a run that starts to train
+    """For each parameter, return the largest difference between the two weight versions in a run that starts to train
     frozen parameters."""
     with local_run(replace(frozen, checkpoint=replace(config.checkpoint, save=folder)), rank, world_size) as run:
         for _ in range(3):

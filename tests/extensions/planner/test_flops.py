@@ -28,12 +28,12 @@ from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 from tests.tiny import TINY
 
 
-# A delta net recomputes products, which do not count.
+# A delta net recomputes GEMMs, whose FLOPs do not count.
 @pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
     """The FLOPs of linear layers agree exactly. The attention kernel in this test computes the whole score matrix,
-    which takes twice the FLOPs of causal attention. A kernel that recomputes the scores in the backward pass does one
-    more GEMM."""
+    which takes twice the FLOPs of causal attention. A kernel that recomputes the scores in the backward pass computes
+    one more GEMM."""
     config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)

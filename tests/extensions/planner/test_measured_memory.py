@@ -286,8 +286,8 @@ def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, 
 
 @pytest.mark.parametrize(("world_size", "flags"), CHAINS)
 def test_states_of_chains_match_the_plan(world_size: int, flags: str) -> None:
-    """The test compares the bytes of each rank. The planned memory of a pipeline rank is that of the process with the
-    most optimizer states."""
+    """The test compares the bytes of each rank. The planned memory of a pipeline rank is the planned memory of the
+    process with the most optimizer states."""
     load_extensions([str(ROOT / "examples" / f"{name}.py") for name in ("adafactor", "shampoo", "averaged_adam")])
     config = config_of(flags, world_size)
     dims, ranks = ParallelDims.from_config(config.parallel, world_size), run_world(world_size, bytes_of_chain, config)

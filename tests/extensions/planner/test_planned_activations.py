@@ -222,8 +222,8 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
     "styles": (1, 151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
     "offload": (1, 113, offloaded),
     "experts": (1, 11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
-    # With fp8, one-byte casts of inputs are saved. They replace inputs that only the GEMM saves, and take additional
-    # memory if other operations save the same input.
+    # With fp8, one-byte casts of inputs are saved. The casts replace inputs that only the GEMM saves, and take
+    # additional memory if other operations save the same input.
     "fp8": (1, 151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
     "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
     "layouts": (2, 7, over_two_ranks),
@@ -277,8 +277,8 @@ def test_grouped_gemms_on_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
-    """The GEMMs of fp8 weight gradients add to the output directly. The other temporary memory of the backward pass is
-    smaller than the output of one GEMM."""
+    """The GEMMs of fp8 weight gradients add to the output directly. The temporary memory that the backward pass needs
+    for other purposes is smaller than the output of one GEMM."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
     parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2

@@ -129,7 +129,7 @@ def both(
     rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], None] | None
 ) -> tuple[list[str], list[bool], list[bool]]:
     """Train four steps with and without waiting for the norm. Return the differences between the two runs, and two
-    booleans per step: whether its early update was rolled back, and whether it was skipped."""
+    booleans per step: whether the step's early update was rolled back, and whether the step was skipped."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4, plant)
     with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:

@@ -48,7 +48,7 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 
 def await_heartbeats(box: Box) -> None:
-    """Wait until each host has read a message that the other host sent after hearing from it."""
+    """Wait until each host has read a message that the other host sent after it had received a message."""
 
     def await_read(*numbers: int) -> None:
         wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))

@@ -92,7 +92,7 @@ def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_lease_of_a_stopped_process_on_this_machine_is_free(tmp_path: Path, stopped: bool) -> None:
-    """A live process keeps its lease, even if the disk delays renewals. A stopped process does not."""
+    """A live process keeps its lease, even if the disk delays renewals. A stopped process does not keep its lease."""
     if not (child := os.fork()):
         SaveLease(tmp_path, never)._write()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -277,8 +277,8 @@ def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
 
 
 class Objects(Storage):
-    """Storage in memory. `before` contains functions that run once before the next replacement. They simulate the
-    actions of another run."""
+    """Storage in memory. `before` contains functions that run once before the next replacement. These functions
+    simulate the actions of another run."""
 
     content_of: ClassVar[dict[str, bytes]] = {}
     before: ClassVar[list[Callable[[], None]]] = []

@@ -203,7 +203,7 @@ def test_a_branch_continues_from_its_run_and_resumes_bitwise(tmp_path: Path) -> 
     source = tmp_path / "stable" / "iter_0000004"
     branch = f"--train-iters 8 --branch-from {source} {BRANCH}"
     steps = trained(tmp_path / "branch", branch)
-    assert [step["iteration"] for step in steps] == [5, 6, 7, 8]  # 100 tokens are 3.125 steps of 32
+    assert [step["iteration"] for step in steps] == [5, 6, 7, 8]  # 100 tokens are 3.125 steps of 32 tokens
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
     assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # proves that the data order, the weights and dropout continue
     assert (

@@ -65,7 +65,7 @@ def web_shards(folder: Path, column: str, values: Sequence[object]) -> str:
 
 
 def mosaic(folder: Path, column: str, values: Sequence[object], compression: str | None = None) -> str:
-    """Write several shards of MosaicML's format."""
+    """Write several shards in MosaicML's format."""
     streaming = pytest.importorskip("streaming")
     encoding = "str" if isinstance(values[0], str) else "ndarray:int64"
     rules = {"columns": {"id": "int", column: encoding}, "size_limit": 1 << 11, "compression": compression}

@@ -125,7 +125,7 @@ def test_gradients_match_the_literal_form(
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Layers save operands, outputs, selected keys and gradients of the indexer."""
+    """Layers save their operands and outputs, the selected keys, and the gradients of the indexer."""
     assert kept_in_bf16(replace(COMPRESSED, seq_length=96)) <= 2 * kept_in_bf16(replace(COMPRESSED, seq_length=48))
 
 

@@ -203,7 +203,7 @@ def test_attention_kinds_can_vary_by_layer() -> None:
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Layers save operands, outputs, selected keys and gradients of the indexer."""
+    """Layers save their operands and outputs, the selected keys, and the gradients of the indexer."""
     assert kept_in_bf16(replace(SPARSE, seq_length=512)) <= 2 * kept_in_bf16(replace(SPARSE, seq_length=256))
 
 

@@ -7,7 +7,7 @@ process with limited memory and time. The trial fails if the process
 - ends with an error other than a user error (a traceback), with a signal, or not at all;
 - prints a message that does not name the file;
 - loses documents silently: in formats with checksums, any difference is a loss; in other formats, all documents must be
-  present, except the damaged documents and their two neighbours. From a truncated file, the data before the cut must be
+  present, except the damaged documents and their two neighbors. From a truncated file, the data before the cut must be
   read correctly.
 
 No format has a checksum of token ids or vocabularies. Ids must therefore be within the vocabulary, and the number of

@@ -1,4 +1,5 @@
-"""Fill-in-the-middle only rearranges documents. Its random choices depend on the sample number."""
+"""Fill-in-the-middle only rearranges documents. The random choices of fill-in-the-middle depend on the sample
+number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text files in every format give the same documents, or an error that names the position."""
+"""Text files of every format give the same documents. Errors name the position in the file."""
 
 from __future__ import annotations
 

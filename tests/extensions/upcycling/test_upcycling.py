@@ -68,7 +68,7 @@ def test_upcycled_model_equals_the_dense_model_at_step_0(
 
 def test_layouts_start_alike_with_noise_and_resume(dense: tuple[Path, str], tmp_path: Path) -> None:
     """Noise depends only on the parameter name and the position of the element. If the command is repeated, the run
-    resumes, and its experts become different from each other."""
+    resumes, and the experts diverge from each other."""
     folder, model = dense
     experts = "--num-experts 4 --moe-router-topk 2 --moe-use-upcycling --moe-upcycling-noise 0.5"
     found = []
