@@ -164,11 +164,11 @@ class _WeightedContext(AutogradContext):
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """Autograd function that computes activation(x) * weight for each row. It saves only x and the routing weights for
+    """Autograd function that computes activation(x) * weight for each row. Only x and the routing weights are saved for
     the backward pass.
 
-    The routing weights are applied before the second linear layer instead of after it. Their gradient therefore does
-    not require the outputs of the experts, which need not be saved.
+    The routing weights are applied before the second linear layer instead of after it. The gradient of the routing
+    weights therefore does not require the outputs of the experts, so these outputs need not be saved.
     """
 
     @staticmethod

@@ -7,9 +7,9 @@ means, as explained below.
 
 Scaling: all other losses are sums over tokens, and their gradients are divided by the number of valid tokens at the end
 of the step. The gradients of auxiliary losses are added to the same gradients during the backward pass, but must not be
-divided by the number of valid tokens. They are therefore multiplied by this number in advance: `aux_scale` = initial
-gradient of the backward pass * valid tokens / all tokens of the global batch. The number of valid tokens is known
-before the first forward pass.
+divided by the number of valid tokens. The gradients of auxiliary losses are therefore multiplied by `aux_scale` in
+advance, which is the initial gradient of the backward pass * valid tokens / all tokens of the global batch. The number
+of valid tokens is known before the first forward pass.
 
 Expert loads: the loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, where f_i
 is the share of assignments to expert i and P_i is the mean probability of expert i. If f were computed over the global
@@ -36,11 +36,11 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 EXTRA_COLUMNS = 3
-"""Number of scalar router statistics. They are the balancing loss, the z-loss and the number of dropped assignments."""
+"""Number of scalar router statistics: the balancing loss, the z-loss and the number of dropped assignments."""
 
 PER_EXPERT = 4
-"""Number of router statistics that consist of one value per expert. They are the assignments, the accepted assignments,
-the assignments that would be made without expert bias, and the sum of the probabilities."""
+"""Number of router statistics with one value per expert: the assignments, the accepted assignments, the assignments
+that would be made without expert bias, and the sum of the probabilities."""
 
 
 class RunningLoads:
@@ -220,8 +220,8 @@ class Balance(nn.Module):
 
         Each balancing loss is the sum of E * sum_i f_i p_i over tokens. The term of a token is 1 if the load is
         balanced, and E if a single expert receives all tokens. `counts` [b, E] contains the number of assignments of
-        this rank's tokens in micro-batch `number`, per sample and expert. In the forward pass, only "seq_aux_loss" has
-        its final value. The other balancing losses have the value 0, because the loads are not known yet.
+        this rank's tokens in micro-batch `number`, per sample and expert. In the forward pass, only "seq_aux_loss" can
+        be computed. The other balancing losses are returned as 0, because the loads are not known yet.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:

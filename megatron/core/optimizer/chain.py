@@ -100,8 +100,8 @@ class _Run:
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """Gradient tensor into which the result of the links is written. It is set if the links precede a fused link,
-    because a fused link reads its input from the gradient. Otherwise, `into` is None and the result is added to the
+    """Gradient tensor into which the result of the links is written if they precede a fused link, because a fused link
+    reads its input from the gradient. If no fused link follows, `into` is None and the result is added to the
     parameter."""
 
     requests: tuple[Request, ...] = ()

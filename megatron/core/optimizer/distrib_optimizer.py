@@ -1,4 +1,4 @@
-"""Distributed optimizer (ZeRO-1). It clips the gradients, updates this rank's shards, and gathers the updated
+"""Distributed optimizer (ZeRO-1), which clips the gradients, updates this rank's shards, and gathers the updated
 parameters.
 
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). With
@@ -126,10 +126,9 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that decides whether to skip a step's update. Its arguments are the gradient norm, the overflow flag and the
-step's sums. It returns two flags: the first flag is 1 to skip the update, and the second flag is 1 if the step is a
-spike, that is, if the loss or the norm is unusually large. All arguments and results are float64 tensors on the
-device."""
+"""Function (gradient norm, overflow flag, sums of the step) -> (skip flag, spike flag) that decides whether to skip a
+step's update. The skip flag is 1 to skip the update. The spike flag is 1 if the step is a spike, that is, if the loss
+or the norm is unusually large. All arguments and results are float64 tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,8 @@ class Update:
 
     on_update: Callable[[Tensor], None] | None = None
     """Function that is called after the update and before the parameters are gathered. For example, the function can
-    update the scales of FP8 weights. Its argument is a scalar tensor that is 1 if the update was skipped, else 0."""
+    update the scales of FP8 weights. The argument of the function is a scalar tensor that is 1 if the update was
+    skipped, else 0."""
 
 
 class DistributedOptimizer:
@@ -236,7 +236,7 @@ class DistributedOptimizer:
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
         """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The clipping factor is at most 1
-        and limits the gradient norm to --clip-grad. It is None if gradients are not clipped.
+        and limits the gradient norm to --clip-grad. If gradients are not clipped, the clipping factor is None.
 
         The method also calls `result.settle`. `summed` is the result of the all-reduce that `GradNorm.start` launched.
         """

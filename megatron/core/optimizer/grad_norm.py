@@ -55,8 +55,8 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """Return this rank's contribution to the all-reduce, a float64 vector. Its elements are the sum of squares that
-        count in the norm, the sum of squares of replicas, and the elements of `sums`."""
+        """Return this rank's contribution to the all-reduce, as a float64 vector. The vector contains the sum of
+        squares that count in the norm, the sum of squares of replicas, and the elements of `sums`."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 

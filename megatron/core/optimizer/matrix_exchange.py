@@ -24,7 +24,7 @@ values."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
 """Function that transforms a stack of n matrices [n, rows, columns] independently of each other, without changing their
-shape. Its second argument contains the number of each matrix in the `MatrixPlan`."""
+shape. The second argument of the function contains the number of each matrix in the `MatrixPlan`."""
 
 
 @dataclass(frozen=True)

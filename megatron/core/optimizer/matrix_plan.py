@@ -187,8 +187,8 @@ class MatrixPlan:
     def sends(self, source: int, matrix: int) -> bool:
         """Return True if `ranks[source]` sends its parts of a matrix to the rank that owns the matrix.
 
-        If the parameter is replicated, several ranks hold the same parts, but only one of these ranks sends them. It is
-        the rank whose coordinates on all replicated axes equal the owner's coordinates.
+        If the parameter is replicated, several ranks hold the same parts, but only one of these ranks sends them. The
+        sending rank has the same coordinates as the owner on all replicated axes.
         """
         meta, owner = self.matrices[matrix].meta, self.owners[matrix]
         a, b = self.ranks[source], self.ranks[owner]
@@ -217,7 +217,7 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
     """Distribute costs over ranks so that the sums of the ranks are nearly equal, and return the rank of each cost. The
     costs are processed in descending order, and each cost is assigned to the rank with the smallest sum so far.
 
-    This is Graham's LPT rule. The largest sum is at most 4/3 of the optimum.
+    With this rule (Graham's LPT rule), the largest sum is at most 4/3 of the optimum.
     """
     heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

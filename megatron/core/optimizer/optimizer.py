@@ -55,10 +55,10 @@ class ShardSpec:
 
 
 class Shard:
-    """Base class of shards. A shard is the part of a bucket that one rank updates, or a range of this part. It contains
-    main parameters and optimizer states on the device or on the host. Subclasses define the storage format. The
-    constructor allocates the states, so that a checkpoint can be loaded into them and the first step does not allocate
-    memory for them.
+    """Base class of shards. A shard is the part of a bucket that one rank updates, or a range of this part. A shard
+    contains main parameters and optimizer states on the device or on the host. Subclasses define the storage format.
+    The constructor allocates the states, so that a checkpoint can be loaded into them and the first step does not
+    allocate memory for them.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -92,8 +92,8 @@ class Shard:
     gathered again."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
-        """Set the tensors that the next update reads and writes: gradients `grads` and parameters `params`. Both are
-        copies in host memory."""
+        """Set the tensors that the next update reads and writes: gradients `grads` and parameters `params`. Both
+        tensors are copies in host memory."""
         self.grads, self.params = grads, params
 
     def write_params(self) -> None:

@@ -40,8 +40,8 @@ states can have scales."""
 
 @dataclass(frozen=True)
 class State:
-    """Declaration of a tensor that a transform keeps for one parameter. Its initial values are zero. The functions
-    `elements`, `reduced` and `of_matrices` create `State` objects."""
+    """Declaration of a tensor that a transform keeps for one parameter. The initial values of the tensor are zero. The
+    functions `elements`, `reduced` and `of_matrices` create `State` objects."""
 
     name: str
     """Name of the state, which must be the same for all parameters. The key of the state in checkpoints is

@@ -11,7 +11,7 @@ A chain computes the value that is added to a parameter from the gradient of the
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
 A rank holds only a flat part of each parameter. A link that needs data of elements on other ranks must make a request.
-Its `update` method is a generator, in which `yield from REQUEST` returns the result of the request. `x.sum` and
+The link's `update` method is a generator, in which `yield from REQUEST` returns the result of the request. `x.sum` and
 `x.mean` reduce over the whole parameter. `x.fold` updates a `reduced` state with a mean over the parameter. `x.whole`
 calls a function with each whole matrix, on the rank that owns the matrix. The requests of many parameters are sent
 together. The result is the same under every parallel layout.
@@ -87,7 +87,7 @@ class SumRequest(Request):
     """Request for a sum over all elements of a parameter, including the elements on other ranks."""
 
     partial: Tensor
-    """This rank's contribution to the sum. It has the same shape as the sum."""
+    """This rank's contribution to the sum, a tensor of the same shape as the sum."""
 
     state: str | None = None
     """Name of the `reduced` state that `by` updates with the sum, or None if only the sum is requested."""
@@ -352,8 +352,8 @@ class ScaleByRate(Transform):
 
 
 class AverageWeights(Transform):
-    """Link that keeps an exponential moving average of the weights in the state `averaged`. It must be the last link of
-    a chain."""
+    """Link that keeps an exponential moving average of the weights in the state `averaged`. This link must be the last
+    link of a chain."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay

@@ -139,8 +139,8 @@ class PipelineExecutor(Generic[Module, Micro]):
             loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of the loss
                 sums of all micro-batches, multiplied by `loss_scale_seed`.
             last_forward: Function that replaces the call of the last stage by `last_forward(module, hidden, batch)`.
-                `run` then returns the results of `last_forward`, which may have any shape, instead of loss sums. It is
-                only supported for lists without backward passes.
+                `run` then returns the results of `last_forward`, which may have any shape, instead of loss sums.
+                `last_forward` is only supported for lists without backward passes.
 
         Returns:
             The detached loss sum of each micro-batch on the rank of the last stage, and an empty list on all other

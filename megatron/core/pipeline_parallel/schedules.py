@@ -83,8 +83,8 @@ class ScheduleFacts:
     """Extension options that this schedule adds to `config.options` of every run that uses it."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that checks whether a run may use this schedule. It takes a `RunConfig` and the world size, and returns
-    a `Problem` for each violated rule."""
+    """Function that checks whether a run may use this schedule. The function takes a `RunConfig` and the world size,
+    and returns a `Problem` for each violated rule."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (

@@ -148,7 +148,7 @@ class ParameterCount:
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Number of all remaining parameters. These are the projections of multi-token prediction, and parameters of
+    """Number of all remaining parameters, such as the projections of multi-token prediction, and parameters of
     extensions whose names match no other component."""
     output_layer: int = 0
 

@@ -55,7 +55,8 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 
 
 class Walk:
-    """Simulation of action lists, with or without sends and receives. It records the start and end time of each action.
+    """Simulation of action lists, with or without sends and receives. The simulation records the start and end time of
+    each action.
 
     An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
     messages take no time, and a whole backward pass takes twice as long as a forward pass. Subclasses may override
@@ -145,8 +146,8 @@ class Walk:
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
         """Return the actions that must end before the VALIDATE (see `Kind`) of micro-batch `microbatch`, each with the
-        minimum time in between. They are the last action of each rank in the previous step. Micro-batches are numbered
-        across steps, so the micro-batches of the previous step have smaller numbers."""
+        minimum time in between. The result contains the last action of each rank in the previous step. Micro-batches
+        are numbered across steps, so the micro-batches of the previous step have smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]

@@ -110,7 +110,7 @@ class TPContext(Section):
     """Number format in which linear layers compute their GEMMs, or None if they compute in `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """`PassPair` that interleaves the passes of two micro-batches. One computes while the other communicates."""
+    """`PassPair` that interleaves two passes, so that one pass computes while the other pass communicates."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on the seed and on the name of the dropout module."""
@@ -223,9 +223,9 @@ class LinearFunction(torch.autograd.Function):
 
     If an addend is given, the result is y + addend, and `leave` must not be a collective. For the backward pass, the
     function saves only the input before `enter`, in the form that the dW GEMM reads. If `saves` is False, it saves
-    nothing. The backward pass gathers the input again while it computes dX, and reduces dX while it computes dW. It
-    passes dW to `accumulate_weight_grad`. If another kernel has already cast dY or summed it over tokens, `of_output`
-    provides the results.
+    nothing. The backward pass gathers the input again while it computes dX, and reduces dX while it computes dW.
+    `backward` passes dW to `accumulate_weight_grad`. If another kernel has already cast dY or summed it over tokens,
+    `of_output` provides the results.
     """
 
     # Column parallel: x [s, b, h] -> y [s, b, f/t]; W [f/t, h]. With sequence parallelism, x is [s/t, b, h].

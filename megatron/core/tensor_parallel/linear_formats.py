@@ -27,12 +27,13 @@ class LinearFormatFacts:
     """Predicate that returns True if the configuration selects the format."""
 
     layers: Callable[[ModelParallelConfig, int], range]
-    """Function that takes the configuration and the number of transformer layers in the model. It returns the numbers
+    """Function that takes the configuration and the number of transformer layers in the model, and returns the numbers
     of the transformer layers whose linear layers use the format."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """Function that takes the configuration and the number of ranks over which features are sharded. It returns a
-    divisor, and the flag that requires it. The number of features on each rank must be a multiple of the divisor."""
+    """Function that takes the configuration and the number of ranks over which features are sharded, and returns a pair
+    (divisor, flag). The number of features on each rank must be a multiple of the divisor, because of the given
+    flag."""
 
     tokens: int
     """Divisor that all kernels of the format require. The number of tokens in a micro-batch must be a multiple of

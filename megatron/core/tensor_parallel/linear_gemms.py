@@ -78,8 +78,8 @@ class GradCasts(Protocol):
         [*tokens, out] that a kernel has computed."""
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN scalar. It is expanded to the shape of a gradient to create a placeholder for a gradient of
-        which only the casts are stored."""
+        """Return a NaN scalar, which is expanded to a placeholder for a gradient. The placeholder is used if only the
+        casts of the gradient are stored, but not the gradient itself."""
 
 
 @operation
@@ -119,8 +119,8 @@ class LinearGemms:
     """
 
     grad_casts: GradCasts | None = None
-    """Interface with which other kernels can cast gradients for these GEMMs. It is None if the GEMMs read gradients
-    without a cast, or if the scales of the casts are not known in advance."""
+    """Interface with which other kernels can cast gradients for these GEMMs. `grad_casts` is None if the GEMMs read
+    gradients without a cast, or if the scales of the casts are not known in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         """Cast the layer input x [s, b, in] to the form that the GEMMs read. The result may be gathered afterwards.
@@ -303,7 +303,7 @@ class OutputGradient:
 
     def put(self, grad: Tensor, pair: Any, row_sum: Tensor | None) -> None:
         """Store the results that a kernel computed from the gradient dY, `grad` [s, b, ...]. `pair` contains the casts
-        that `order` requested, and `row_sum` is the sum of dY over tokens. Either may be None."""
+        that `order` requested, and `row_sum` is the sum of dY over tokens. Both `pair` and `row_sum` may be None."""
         operands = None
         if pair is not None:
             assert self.gemms.grad_casts is not None
@@ -322,8 +322,8 @@ class OutputGradient:
         """Return the results that a kernel stored for dY: the casts of dY in the form that `cast_grad` returns, and the
         sum of dY over tokens. `grad` is the gradient that autograd passes to the layer.
 
-        A result is None if no kernel stored it. Both are None if autograd has added another gradient to dY since then,
-        so that `grad` has different values.
+        A result is None if no kernel stored it. Both results are None if autograd has added another gradient to dY
+        since then, so that `grad` has different values.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):

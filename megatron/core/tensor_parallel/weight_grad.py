@@ -24,11 +24,12 @@ ROUNDED_AT_ONCE = 2**22
 """Number of elements of a bf16 sum that are rounded at a time. The limit bounds the memory of temporary tensors."""
 
 SALT = 0x2545F491
-"""Salt of the hash that generates the random bits for rounding gradients. It makes these bits differ from other random
-bits."""
+"""Salt of the hash that generates the random bits for rounding gradients. The salt makes these bits differ from other
+random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU. They fit in the CPU cache."""
+"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU. The converted elements fit in the
+CPU cache."""
 
 
 class WeightGradQueue:

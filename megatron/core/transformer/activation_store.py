@@ -46,11 +46,11 @@ class Pool(Protocol):
 
 @runtime_checkable
 class ActivationStore(Protocol):
-    """Store to which the stages of one rank offload their activations. It is created by an entry of the registry
-    HOST_MEMORY."""
+    """Store to which the stages of one rank offload their activations. An entry of the registry HOST_MEMORY creates the
+    store."""
 
     num_layers: int
-    """Number of layers whose activations are offloaded. They are the first layers of each stage."""
+    """Number of layers, counted from the first layer of each stage, whose activations are offloaded."""
 
     sent: int
     """Number of bytes that have been offloaded so far."""
@@ -88,8 +88,7 @@ class Saver(Protocol):
     """Object that can replace the tensors that autograd saves for the backward pass."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
-        """Return the object that autograd saves instead of x. It is a placeholder, or x itself if x is not
-        offloaded."""
+        """Return the object that autograd saves instead of x: a placeholder, or x itself if x is not offloaded."""
 
 
 class _Now(threading.local):
@@ -113,14 +112,14 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Context manager that disables offloading within the block. It is used for functions that will be recomputed."""
+    """Context manager that disables offloading within the block, for functions that will be recomputed."""
     return saving_by(None)
 
 
 def packed(x: Tensor) -> Tensor | Stored:
     """Return the object that autograd should save instead of x. The current `Saver` determines the object. Without a
-    `Saver`, it is x itself. Saved-tensor hooks of other code must call this function, because autograd calls only the
-    innermost hooks."""
+    `Saver`, the object is x itself. Saved-tensor hooks of other code must call this function, because autograd calls
+    only the innermost hooks."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 

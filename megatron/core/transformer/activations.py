@@ -172,8 +172,8 @@ def functions_of(kind: Kind) -> Functions:
 
 
 _regions_of = cache(functions_of)
-"""Cached version of `functions_of`. It always returns the same function objects, so that each function is compiled only
-once."""
+"""Cached version of `functions_of`, which always returns the same function objects, so that each function is compiled
+only once."""
 
 
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
@@ -209,7 +209,7 @@ class _ActivationContext(AutogradContext):
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """Autograd function that computes f(x + bias). It saves only x and the bias for the backward pass."""
+    """Autograd function that computes f(x + bias). Only x and the bias are saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: _ActivationContext, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:

@@ -31,8 +31,8 @@ class Pending(Protocol):
 Stream = Tensor | Pending
 """Type of the residual stream that is passed between layers.
 
-A layer whose method `takes_pending()` returns True is called with `pending=True`. Its input may be a `Pending` object
-instead of a tensor, and it may return a `Pending` object. The final norm can support `Pending` inputs in the same way.
+A layer whose method `takes_pending()` returns True is called with `pending=True`. The input and the output of this
+layer may be `Pending` objects instead of tensors. The final norm can support `Pending` inputs in the same way.
 """
 
 
@@ -89,8 +89,8 @@ class TransformerBlock(nn.Module):
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """Hooks that receive the residual stream after a layer, keyed by the id of the layer module. They are not
-        module hooks, because a layer with a module hook cannot return a `Pending` stream.
+        """Hooks that receive the residual stream after a layer, keyed by the id of the layer module. These hooks are
+        not module hooks, because a layer with a module hook cannot return a `Pending` stream.
         """
 
     def set_positions(self, config: TransformerConfig) -> None:

@@ -40,8 +40,8 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 """Function that maps hidden states [s, b, h] to the output of a sublayer [s, b, h]."""
 
 Residual = Callable[[Tensor, Sublayer, BatchContext], Tensor]
-"""Function that takes the residual stream, a sublayer and the context. It runs the sublayer and returns the new
-residual stream (`megatron.core.config.layers.ResidualModule`)."""
+"""Function that runs a sublayer and adds its output to the residual stream. The arguments are the residual stream, the
+sublayer and the context, and the result is the new residual stream (`megatron.core.config.layers.ResidualModule`)."""
 
 
 def add_output(x: Tensor, sublayer: Sublayer, context: BatchContext) -> Tensor:
@@ -56,7 +56,7 @@ def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> 
 
 
 class TransformerLayer(nn.Module):
-    """Transformer layer. It has two sublayers, attention and an MLP or experts, or only one of them.
+    """Transformer layer with two sublayers (attention, and an MLP or experts), or with only one of them.
 
     Each sublayer f adds dropout(post(f(pre(x)))) to the residual stream x. The functions pre and post are norms or
     identities, depending on `--norm-placement`. With `--norm-placement sum`, each sublayer instead replaces x with

@@ -1,5 +1,5 @@
-"""MLP of a transformer layer. It consists of a column-parallel linear layer, an activation function, and a row-parallel
-linear layer."""
+"""MLP of a transformer layer, which consists of a column-parallel linear layer, an activation function, and a
+row-parallel linear layer."""
 
 from __future__ import annotations
 

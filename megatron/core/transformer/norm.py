@@ -133,8 +133,8 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 
 
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
-    """Return the query norm and the key norm of an attention layer. Their inputs have the shape [s, b, heads/tp, d]. If
-    the layer has no query and key norms, the function returns two `nn.Identity` modules.
+    """Return the query norm and the key norm of an attention layer. The inputs of both norms have the shape [s, b,
+    heads/tp, d]. If the layer has no query and key norms, the function returns two `nn.Identity` modules.
 
     The caller applies the norms before the rotary embedding, or after it with --qk-layernorm-after-rotary. With
     --qk-l2-norm, the order does not affect the result.

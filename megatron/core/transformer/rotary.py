@@ -73,9 +73,9 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between.
 
-    This is the scaling of Llama 3.1. Frequencies are low or high depending on the ratio of the original context length
-    to their wavelength: below `rope_scaling_low_freq_factor`, they are low, and above `rope_scaling_high_freq_factor`,
-    they are high.
+    The scaling is the same as in Llama 3.1. A frequency is low if the ratio of the original context length to its
+    wavelength is less than `rope_scaling_low_freq_factor`, and high if the ratio exceeds
+    `rope_scaling_high_freq_factor`.
     """
     original = config.rope_scaling_original_max_position_embeddings
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor

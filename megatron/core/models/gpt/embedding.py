@@ -41,8 +41,8 @@ class EmbeddingFunction(torch.autograd.Function):
     """Look up ids in a row-sharded embedding table. Each rank looks up the ids whose rows it holds, and returns zeros
     for all other ids. The embeddings are the sum of the results of all ranks.
 
-    The backward pass adds the gradient of each looked-up row directly to `weight.main_grad`. It does not allocate a
-    gradient tensor of the size of the table.
+    The backward pass adds the gradient of each looked-up row directly to `weight.main_grad`, so no gradient tensor of
+    the size of the table is allocated.
     """
 
     # Shapes: ids [s, b] and table W [V/t, h] -> embeddings [s, b, h], or [s/t, b, h] under sequence parallelism

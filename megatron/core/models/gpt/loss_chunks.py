@@ -3,9 +3,9 @@
 If the vocabulary is large, the logits are the largest tensor of a forward pass. The loss is a sum over tokens and its
 initial gradient is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits
 are available. For each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states
-and the weight. It then frees the logits of the chunk. Chunking causes no additional computation: both with and without
-chunks, each token needs three matrix products. The only large tensor that remains in memory is the gradient of the
-hidden states, which the backward pass returns.
+and the weight. The forward pass then frees the logits of the chunk. Chunking causes no additional computation: both
+with and without chunks, each token needs three matrix products. The only large tensor that remains in memory is the
+gradient of the hidden states, which the backward pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
 chunk are gathered while the previous chunk is computed. The gradient of a chunk's hidden states is reduced while the
