@@ -1,4 +1,4 @@
-"""Training needs only torch and numpy, so that it runs on a GPU machine where nothing can be installed."""
+"""Training requires only torch and numpy, so it also runs on a GPU machine on which no packages can be installed."""
 
 from __future__ import annotations
 

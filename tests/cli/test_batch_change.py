@@ -1,5 +1,5 @@
-"""Runs resume with a different batch size from the newest checkpoint. If this checkpoint is damaged, they resume from
-an earlier one."""
+"""Resuming a run from its newest checkpoint with a different batch size. If the newest checkpoint is damaged, the run
+resumes from an earlier checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""tools/compare_layouts.py reports no difference between correct layouts. If a layout has a planted bug, the tool names
-the layer with the bug."""
+"""tools/compare_layouts.py reports no difference between correct layouts. If a bug is planted in one layout, the tool
+names the layer that contains the bug."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
 
 @pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the bug that an environment variable names in layer 2, but only on ranks that shard matrices."""
+    """Plant a bug in layer 2, but only on ranks that shard matrices. An environment variable selects the bug."""
     build = TransformerLayer.__init__
 
     def init(self: TransformerLayer, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -69,8 +69,8 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_differing_replicas_are_detected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both compared layouts have the bug, so their results agree. The bug is only detected by comparing the replicas
-    within each layout."""
+    """Both compared layouts contain the bug, so their results agree. The bug can be detected only by comparing the
+    replicas within each layout."""
     monkeypatch.setenv(PLANT, "partial norm gradient")
     assert compare("--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel") == 1
     out = capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_ranks_end_with_their_parent_process() -> None:
     command = [sys.executable, str(ROOT / "tools/compare_layouts.py"), "--a", "", "--b", "--tp 2", "--steps", "100000"]
     with subprocess.Popen([*command, "--", *MODEL], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # side a begins with its flags
+        process.stdout.readline()  # the first line of output is printed when the run of --a starts
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         ranks = wait_for(lambda: children.read_text().split())
         process.kill()

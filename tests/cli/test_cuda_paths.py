@@ -1,4 +1,4 @@
-"""tools/bench/fake_cuda.py runs training steps on fake CUDA tensors. This requires a CUDA build of torch, but no
+"""tools/bench/fake_cuda.py runs training steps on fake CUDA tensors. The tool requires a CUDA build of torch, but no
 GPU."""
 
 from __future__ import annotations

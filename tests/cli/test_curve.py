@@ -1,4 +1,4 @@
-"""tools/bench/curve.py: comparison of loss curves with those of transformers."""
+"""tools/bench/curve.py compares the loss curves of this library with loss curves of the transformers library."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The commands in README.md and docs run unchanged.
 
-One shell runs all blocks fenced as bash in order, in a copy of the tree. Long commands are fenced as text, and only
-their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a language.
+A single shell runs all blocks fenced as bash in order, in a copy of the repository. Commands that take long are fenced
+as text, and only their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a
+language.
 
 Code blocks fenced as python are executed too. If a Python block is only a fragment, a comment before it contains the
 rest of the program. The comment consists of a line `<!-- python`, the program with a line BLOCK in place of the
@@ -35,7 +36,8 @@ TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON_BLOCK = re.compile(
     r"(?:^<!-- python\n((?:(?!-->)[^\n]*\n)*)-->\n\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-"""Pattern with two groups: the Python program around a block, if there is one, and the block."""
+"""Pattern with two groups. The first group is the rest of the program from the comment before a Python block, if there
+is such a comment. The second group is the block itself."""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -45,7 +47,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the tree without the output files of earlier runs."""
+    """Copy the repository without the output files of earlier runs."""
     folder = tmp_path_factory.mktemp("clone") / "tree"
     left = (".git", ".venv", ".hypothesis", "runs", "cache", "__pycache__", ".*_cache", "*.egg-info")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left))
@@ -53,7 +55,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
-    """Run blocks of commands and return their output."""
+    """Run the blocks of shell commands in `commands`, and return their output."""
     script = "set -euxo pipefail\n" + "\n".join(commands)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= environ | {
@@ -69,7 +71,8 @@ CHECKED = ("README.md", "docs/getting_started.md")
 
 
 def test_the_two_main_commands_of_the_readme_run(clone: Path) -> None:
-    # These variables shorten the quickstart to a few iterations on little text and a single test file.
+    # These variables shorten the quickstart: it trains for a few iterations on a small text, and runs a single test
+    # file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
     out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
@@ -97,7 +100,7 @@ def test_the_getting_started_page_runs(clone: Path) -> None:
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
 LONG_PAGES = "conversion data evaluation extending mixture_of_experts multi_token_prediction planner"
 LONG = {f"docs/{page}.md" for page in LONG_PAGES.split()}
-"""Documentation pages whose commands are only executed with --whole, because other tests run the same programs."""
+"""Documentation pages whose commands are executed only with --whole, because other tests run the same programs."""
 
 
 @pytest.mark.grid("page", [page for page in RUN if page not in LONG], RUN)
@@ -106,14 +109,15 @@ def test_commands_of_a_page_run(page: str, clone: Path) -> None:
 
 
 def text_commands(page: str) -> list[str]:
-    """Return all commands that run pretrain_gpt.py in a page's blocks fenced as text. Continued lines are joined."""
+    """Return all commands that run pretrain_gpt.py in the blocks of a page that are fenced as text. Lines that end with
+    a backslash are joined with the next line."""
     text = "\n".join(TEXT_BLOCK.findall((ROOT / page).read_text())).replace("\\\n", " ")
     return [line for line in text.splitlines() if re.match(r"(\w+=\S+ )*(python pretrain_gpt.py|bash scripts/)", line)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if text_commands(page)])
 def test_commands_of_text_blocks_are_valid(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With LAUNCH=echo, the scripts print the command line that they would otherwise run."""
+    """With LAUNCH=echo, the launch scripts print the command line instead of running it."""
     monkeypatch.chdir(ROOT)
     for line in text_commands(page):
         start = line if "bash " in line else f"echo {line.removeprefix('python ')}"
@@ -134,8 +138,8 @@ def test_all_links_resolve(page: str) -> None:
 
 
 def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
-    """With --strict, each of these is an error: a broken link or anchor, a page that is missing from the navigation,
-    and an unreadable docstring. With -q, mkdocs would not count warnings."""
+    """With --strict, broken links and anchors, pages that are missing from the navigation, and docstrings that cannot
+    be parsed are errors. The option -q is not used, because mkdocs would then ignore warnings."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     build = "-m mkdocs build --strict -f scripts/mkdocs.yml -d".split()
@@ -146,7 +150,8 @@ def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_flags_and_files_in_text_exist(page: str) -> None:
-    """Flags in backticks belong to pretrain_gpt.py, a tool or an example; paths in backticks are files."""
+    """Every flag in backticks is a flag of pretrain_gpt.py, of a tool or of an example, and every path in backticks is
+    a file."""
     text = (ROOT / page).read_text()
     patterns = ("megatron/**/*.py", "megatron/**/*.toml", "tools/**/*.py", "research/*.py", "scripts/**/*.sh")
     sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
@@ -162,7 +167,7 @@ def test_flags_and_files_in_text_exist(page: str) -> None:
 
 
 def test_the_table_in_contributing_names_existing_files() -> None:
-    """Each row of the table in CONTRIBUTING.md names a file and a word that the file contains."""
+    """Each row of the table in CONTRIBUTING.md names an existing file, and a word that this file contains."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| `([\w/.]+)` \| `(\w+)` \|$", text, re.MULTILINE)
     assert len(rows) == text[: text.index("## How to add")].count("\n| ") - 2 >= 12

@@ -1,5 +1,5 @@
-"""Extensions that files refer to: no command runs an extension of unknown origin, but the user's own runs need no
-flag."""
+"""Tests of extensions that are named in files. No command runs an extension of unknown origin only because a file names
+it. Runs that the user started on this machine need no additional flag."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ HARMLESS = ("tools/report.py {run}", "tools/inspect_checkpoint.py {run}")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run that uses an extension. Also copy the files of the run to the folder `downloaded`, as if another user
-    had received them."""
+    """Train a run that uses an extension, and copy its files to the folder `downloaded`, as if another user had
+    downloaded them."""
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "own.py").write_text(SOURCE)
     train = [*FLAGS, "--extension", str(folder / "own.py"), "--save", str(folder / "run")]

@@ -1,5 +1,5 @@
-"""Tests of tools/bench/gpu.py without a GPU: how models that fit are chosen, a complete run, and how profiled kernels
-are grouped."""
+"""Tests of tools/bench/gpu.py without a GPU. They cover the choice of models that fit in memory, a complete run, and
+the grouping of profiled kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_largest_model_that_fits_is_chosen(precision: str) -> None:
 
 
 def test_every_kernel_of_the_library_has_a_group() -> None:
-    """The test only covers kernels that the host launches, not functions that other kernels call."""
+    """The test covers only kernels that the host launches, not device functions that kernels call."""
     kernels, called = set[str](), set[str]()
     for path in (ROOT / "megatron").rglob("*_triton.py"):
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]

@@ -1,5 +1,5 @@
-"""Tests of scripts/gpu_first_hour.sh and its documentation page. One part runs without a GPU. A substitute for python
-records the commands of all parts."""
+"""Tests of scripts/gpu_first_hour.sh and its documentation page. One part of the script runs without a GPU. For all
+parts, a substitute for python records the commands instead of running them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 def environment_of(**variables: str) -> dict[str, str]:
     ours = {key: value for key, value in os.environ.items() if key not in ("OUT", "DEVICE", "SHARE", "DEVICE_FILE")}
-    # A bash function replaces `timeout`, because the script's time limits are meant for a GPU.
+    # A bash function replaces `timeout`, because the time limits of the script apply to a GPU only.
     patient = {"BASH_FUNC_timeout%%": f'() {{ exec timeout "$1" {HANG} "${{@:3}}"; }}'}
     return ours | patient | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
 
@@ -81,8 +81,8 @@ def test_a_part_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 def write_figures_of_a_gpu(folder: Path) -> None:
-    """Write the figures of the tiny model, the values that only a GPU adds, other rows, a truncated file, and the end
-    of pytest's output."""
+    """Write files like those that the script writes on a GPU: the figures of the tiny model with the values that only a
+    GPU can measure, rows of other measurements, a truncated file, and the end of pytest's output."""
     (run,) = json.loads((folder / "tiny.json").read_text())["rows"]
     spread = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
     run |= {"layers": 8, "tokens_per_second": spread, "tflops": 600.0, "mfu": 0.606, "of_products": 0.8}
@@ -104,7 +104,7 @@ def write_figures_of_a_gpu(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Commands of all parts, recorded as they would run on a GPU."""
+    """Commands of all parts of the script, recorded as they would run on a GPU."""
 
     out: Path
     words: list[list[str]]
@@ -130,14 +130,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def test_every_command_is_valid_and_fits(recorded: Recorded) -> None:
-    """Each command's models must fit on a GPU with 78 GiB of free memory."""
+    """The models of each command must fit on a GPU with 78 GiB of free memory."""
     models = [words[1:] for words in recorded.words if words[0] == "tools/bench/gpu.py"]
     assert len(models) == 9
     for words in models:
         args = parser_of_args().parse_args(words)
         assert args.json.name in EXPECTED
         if args.layers is None and args.config == "llama-8b-layers":
-            continue  # this command chooses as many layers as fit, as tests/cli/test_gpu_bench.py tests
+            continue  # The command itself chooses as many layers as fit (see test_gpu_bench.py).
         room = int(78 * 2**30 * args.memory_share / (1 + len(args.compare)))
         config, flags = chosen_config(args, room)
         of = config.model.num_layers, config.training.micro_batch_size
@@ -148,7 +148,8 @@ def test_every_command_is_valid_and_fits(recorded: Recorded) -> None:
 
 
 def test_every_run_is_valid(recorded: Recorded) -> None:
-    """Every pretrain_gpt.py command is valid, and the commands include each kind of run that has no measurement."""
+    """The flags of every pretrain_gpt.py command are valid. The commands include each feature that no other part of the
+    script measures."""
     runs = [words for words in recorded.words if "pretrain_gpt.py" in words]
     tried = set[str]()
     for words in runs:
@@ -165,7 +166,7 @@ def test_every_run_is_valid(recorded: Recorded) -> None:
 
 def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) -> None:
     out, python = tmp_path / "out", stub(tmp_path, '[[ "$*" == *muon* ]] && kill -KILL $$\nexit 0')
-    for _ in range(2):  # a part that runs again replaces its earlier figures
+    for _ in range(2):  # if a part runs again, its new figures replace the old ones
         done = first_hour("features", str(out), PYTHON=python)
         assert done.returncode == 1 and done.stdout.count("failed: features: code 137 of ") == 1
     calls = read_folder(out).calls
@@ -203,7 +204,8 @@ def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: s
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process is alive. A zombie does not count as alive, because its parent may never reap it."""
+    """Return True if a process is alive. A zombie process does not count as alive, because its parent may never reap
+    it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -211,8 +213,8 @@ def alive(pid: int) -> bool:
 
 
 def test_the_first_half_hour_includes_the_headline(recorded: Recorded) -> None:
-    """The script and the documentation must state the same minutes as result from the time limits. The first parts must
-    fit into 30 minutes of GPU time."""
+    """The minutes that the script and the documentation state must agree with the time limits of the commands. The
+    first parts must fit into 30 minutes of GPU time."""
     documented = (ROOT / "docs/performance.md").read_text()
     first, rest = ("tests", "llama", "headline"), ("curve", "calibrate", "parts", "models", "features")
     all_parts = ("nccl", *first, *rest)
@@ -220,7 +222,7 @@ def test_the_first_half_hour_includes_the_headline(recorded: Recorded) -> None:
     assert tuple(dict.fromkeys(order)) == all_parts
     nccl, minutes, whole = (math.ceil(recorded.limit(*parts) / 60) for parts in (("nccl",), first, all_parts))
     assert all(recorded.limit(part) <= 590 for part in all_parts)
-    assert minutes <= 28  # leaves time to start the machine and to send the commands
+    assert minutes <= 28  # the rest of the 30 minutes is needed to start the machine and to send the commands
     assert (
         f"`nccl` takes at most {nccl} minutes, the next three parts at most {minutes} minutes, and all parts together "
         f"at most {whole} minutes." in " ".join(documented.split())

@@ -1,4 +1,4 @@
-"""tools/bench/head_memory.py plans and measures the memory of the output layer and the loss."""
+"""tools/bench/head_memory.py predicts and measures the memory that the output layer and the loss need."""
 
 from __future__ import annotations
 

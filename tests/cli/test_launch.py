@@ -30,8 +30,8 @@ def start(metrics: Path, environ: dict[str, str], *flags: str) -> subprocess.Pop
 
 
 def step_of(job: int) -> int:
-    """Return a step number whose derived port is free: below the system's ephemeral ports and above those of other
-    tests."""
+    """Return a SLURM step number from which a free port is derived. The port is below the ephemeral ports of the
+    system, and above the ports that other tests use."""
     for port in range(30_200 + job * 101 % 2_500, 32_768):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +41,7 @@ def step_of(job: int) -> int:
 
 
 def test_srun_starts_one_task_per_rank(tmp_path: Path) -> None:
-    """SLURM's variables alone determine the rank, world size and rendezvous address."""
+    """The rank, the world size and the rendezvous address are determined by SLURM's environment variables alone."""
     run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
     job = os.getpid()
     step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step_of(job)), "SLURM_STEP_NUM_TASKS": "2"}

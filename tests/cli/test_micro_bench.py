@@ -1,5 +1,5 @@
-"""Tests of tools/bench/micro.py without a GPU. One part of the benchmark fails, or the process of a part loses the
-device."""
+"""Tests of tools/bench/micro.py without a GPU. They cover a part of the benchmark that fails, and a part whose process
+can no longer use the device."""
 
 from __future__ import annotations
 

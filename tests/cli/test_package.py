@@ -38,7 +38,8 @@ for entry in distribution("paritrain").entry_points:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create an environment with this tree installed; the dependencies are those of the test environment."""
+    """Create a virtual environment in which this tree is installed. The dependencies come from the environment of the
+    tests."""
     folder = tmp_path_factory.mktemp("package")
     source, home = folder / "source", folder / "environment"
     source.mkdir()  # install from a copy, because building leaves files behind
@@ -116,7 +117,7 @@ def other_megatron(environment: Path) -> Iterator[Path]:
 def test_two_distributions_with_a_megatron_package_do_not_mix(
     environment: Path, other_megatron: Path, tmp_path: Path
 ) -> None:
-    """Each distribution is imported as a whole, and a process that mixes distributions gets an error."""
+    """Each distribution is imported as a whole. Importing modules of both distributions in one process is an error."""
     mixed = run(environment, tmp_path, "python", "-c", BOTH)
     assert mixed.startswith(f"{other_megatron / 'core/__init__.py'}\n")
     assert "import paritrain first, or use the other one in a process of its own" in mixed

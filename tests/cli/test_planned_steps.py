@@ -12,14 +12,14 @@ from tools.bench import planned_steps
 
 
 def test_steps_without_kernels_are_longer() -> None:
-    """Also checks that planning without a kernel does not change the set of disabled kernels."""
+    """The test also checks that planning without a kernel does not change the set of disabled kernels."""
     before = set(LEFT_OUT)
     whole = planned_steps.planned("sparse", "h200")
     without_kernel = planned_steps.planned("sparse", "h200", left_out=["divergence"])
     deterministic = planned_steps.planned("sparse", "h200", "--deterministic-mode")
     unfused = planned_steps.planned("sparse", "h200", "--no-fusions")
     assert without_kernel.milliseconds > 1.02 * whole.milliseconds
-    # the times are equal if the faster kernels are also deterministic
+    # the two times are equal if the fastest kernels are deterministic
     assert deterministic.milliseconds >= whole.milliseconds
     assert unfused.milliseconds > 2 * whole.milliseconds and before == LEFT_OUT
 

@@ -1,4 +1,5 @@
-"""Shell scripts: their syntax, the launch commands that they build, and that their settings pass validation."""
+"""Tests of the shell scripts. They check the syntax of the scripts, the launch commands that the scripts build, and
+that the settings pass validation."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_scripts_pass_the_linter(linter: str, files: list[str | Path]) -> None:
 
 
 def test_the_lock_file_has_the_versions_of_the_requirements() -> None:
-    """The lock file holds the versions of the image, except torch, whose build depends on the machine."""
+    """The lock file contains the package versions of the container image. torch is not included, because its build
+    depends on the machine."""
     pins = {name: set(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / name).read_text(), re.M)) for name in REQUIREMENTS}
     lock = (ROOT / "scripts/requirements.lock").read_text()
     locked = dict(re.findall(r"^([\w.-]+)==(\S+) ", lock, re.M))
@@ -62,7 +64,8 @@ REQUIREMENTS, SERVING = ("requirements.txt", "requirements-dev.txt"), ("fastapi"
 
 
 def test_kubernetes_pods_follow_the_schema() -> None:
-    """There is no schema for JobSet, a custom resource; each job in a JobSet is a Kubernetes job."""
+    """There is no schema for the custom resource JobSet, but each job in a JobSet is a Kubernetes job, for which there
+    is a schema."""
     validator = pytest.importorskip("kubernetes_validate")
     jobset, policy = yaml.safe_load_all((ROOT / "scripts/kubernetes_jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]

@@ -36,10 +36,9 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     half = [*model, "--tp", "2", "--save", str(halves), "--load", str(halves)]
     run_forked(2, [*half, "--exit-interval", "6"], screen)
     assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
-    # The last six iterations are repeated under a different layout, with pipeline parallelism instead of tensor
-    # parallelism.
+    # The run resumes after iteration 6 with pipeline parallelism instead of tensor parallelism.
     run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
-    # An evaluation-only run under that layout repeats the evaluation loss.
+    # An evaluation-only run with pipeline parallelism must print the same evaluation loss.
     said = run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
     (valid, test) = read_records(alone / "metrics.jsonl")
     (logged,) = (

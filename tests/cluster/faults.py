@@ -1,13 +1,14 @@
-"""Faults between the hosts of a box under scripts/train_gpt_elastic.sh: the hosts name each fault, and the run
-continues without loss.
+"""Faults on simulated hosts that train under scripts/train_gpt_elastic.sh. The hosts must name each fault, and the run
+must continue without losing steps.
 
 python -m tests.cluster.faults [NAME ...]             # named faults, each in a separate box
 python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
 python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
 
-Times are measured from the fault: until each host has named it on its screen, and until the restarted run has logged a
-step. Then the fault is repaired, and all hosts must join the run again. At the end, the losses and gradient norms of
-all iterations must equal those of an undisturbed one-process run. The logs of a failed run are kept.
+Two times are measured from the moment of the fault: the time until each host has named the fault on its screen, and the
+time until the restarted run has logged a step. Then the fault is repaired, and all hosts must join the run again. At
+the end, the losses and gradient norms of all iterations must equal the losses and gradient norms of an undisturbed
+one-process run. The logs of a failed run are kept.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MODEL = (
 ).split()
 RATE = "1gbit"
 PATIENCE = 240.0
-"""Seconds without output from any host after which a run counts as hanging. This is many times the duration of a step
-on an idle machine."""
+"""Seconds without output from any host after which a run counts as hanging. The value is many times the duration of a
+step on an idle machine."""
 
 LONGEST = 1800.0
 """Seconds after which a run that prints output but does not reach the expected state counts as failed."""
@@ -58,13 +59,13 @@ class Fault:
     strike: Callable[[Box, int], None]
     host: int = 1
     hold: str = ""
-    """Point where the run pauses so that the fault can strike: see `broken_pretrain`."""
+    """Point in the program at which the run pauses until the fault is injected (see `broken_pretrain`)."""
 
     harmless: bool = False
-    """True if the run must continue without a restart."""
+    """True if the fault must not cause a restart of the run."""
 
     early: bool = False
-    """True if the fault strikes during a rendezvous of the hosts."""
+    """True if the fault is injected during a rendezvous of the hosts."""
 
 
 FAULTS = [
@@ -84,7 +85,7 @@ FAULTS = [
 
 @dataclass
 class Run:
-    """A run on all hosts of a box, each under the elastic script."""
+    """Training run on all hosts of a box (`tests.cluster.hosts.Box`). Each host runs scripts/train_gpt_elastic.sh."""
 
     box: Box
     ranks: int
@@ -113,20 +114,20 @@ class Run:
         return [log.read_text(errors="replace") if log.exists() else "" for log in logs]
 
     def since(self, before: Sequence[int]) -> list[str]:
-        """Return the text that each host printed after its screen had the given length."""
+        """Return the text that each host has printed since its output had the length given in `before`."""
         return [screen[start:] for screen, start in zip(self.screens(), before, strict=True)]
 
     def marks(self) -> list[int]:
         return [len(screen) for screen in self.screens()]
 
     def last_world(self, before: Sequence[int]) -> int:
-        """Return the number of ranks in the latest start that logged a step after the marks `before`. Return 0 if no
-        start did."""
+        """Return the number of ranks in the latest start of the run that has logged a step since the outputs of the
+        hosts had the lengths `before`. Return 0 if no start has logged a step since then."""
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
-        """Wait until a condition is true, and return the elapsed seconds. Raises TimeoutError if the hosts print
-        nothing for too long."""
+        """Wait until a condition is true, and return the elapsed seconds. The method raises TimeoutError if the hosts
+        print nothing for too long."""
         began = heard = time.monotonic()
         said = self.marks()
         while not condition():
@@ -141,12 +142,13 @@ class Run:
 
 
 def crowding() -> float:
-    """Return this machine's recent load average per processor, but at least 1."""
+    """Return the recent load average of this machine, divided by the number of processors, or 1 if the quotient is
+    smaller."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _worlds_with_steps(text: str) -> list[int]:
-    """Return the world size of each start that logged a step, as read from a host's screen."""
+    """Return the world size of each start of the run that logged a step. `text` is the output of a host."""
     starts = list(WORLD.finditer(text))
     ends = [start.start() for start in starts[1:]] + [len(text)] * bool(starts)
     return [int(start[1]) for start, end in zip(starts, ends, strict=True) if STEP.search(text, start.end(), end)]
@@ -157,17 +159,19 @@ class Outcome:
     """Outcome of one fault."""
 
     named: dict[str, tuple[float, str]]
-    """Maps each host to the seconds until its output named the fault, and the line that named the fault."""
+    """Dictionary that maps each host to the number of seconds until its output named the fault, and to the line that
+    named the fault."""
 
     went_on: float = math.nan
     came_back: float = math.nan
     ranks_left: int = 0
     recovered: str = ""
-    """The run's message about its recovery from copies in memory."""
+    """Message with which the run reported that it recovered from copies in memory."""
 
 
 def strike(run: Run, fault: Fault, host: int) -> Outcome:
-    """Cause a fault, wait until the run continues, repair the fault, and wait until all hosts are back."""
+    """Cause a fault, wait until the run continues, repair the fault, and wait until all hosts have joined the run
+    again."""
     box, before = run.box, run.marks()
     fault.strike(box, host)
     began, outcome = time.monotonic(), Outcome({})
@@ -218,7 +222,8 @@ def told(outcome: Outcome) -> str:
 
 
 def finish(run: Run) -> int:
-    """Request that the run stop, wait until its hosts exit, and return the iteration of the last checkpoint."""
+    """Request that the run stops, wait until the programs on all hosts exit, and return the iteration of the last
+    checkpoint."""
     (run.save / "exit").touch()
     for process in run.scripts.values():
         process.wait(PATIENCE)
@@ -226,7 +231,7 @@ def finish(run: Run) -> int:
 
 
 def losses(save: Path) -> dict[int, tuple[float, float]]:
-    """Return loss and gradient norm by iteration."""
+    """Return a dictionary that maps each iteration to its loss and gradient norm."""
     records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     return {record["iteration"]: (record["lm_loss"], record["grad_norm"]) for record in records}
 
@@ -241,8 +246,8 @@ def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]
 
 
 def difference(run: Run, last: int) -> float:
-    """Compare the losses and gradient norms of a run with those of a one-process run, and return the largest relative
-    difference over all iterations. Raises AssertionError if an iteration is missing."""
+    """Compare a run with a one-process run, and return the largest relative difference between their losses and
+    gradient norms over all iterations. The function raises AssertionError if an iteration is missing."""
     found, expected = losses(run.save), undisturbed(run.folder, last)
     assert sorted(found) == sorted(expected) == list(range(1, last + 1)), f"iterations are missing: {run.folder}"
     pairs = [(x, y) for number in found for x, y in zip(found[number], expected[number], strict=True)]
@@ -250,7 +255,8 @@ def difference(run: Run, last: int) -> float:
 
 
 def strike_all(faults: Sequence[tuple[Fault, int]], args: argparse.Namespace) -> None:
-    """Cause host faults in one run, one after another, and compare its result with that of one process."""
+    """Cause faults in a single run, one after another, and compare the result of the run with the result of a
+    one-process run."""
     folder, moments, (first, _) = Path(tempfile.mkdtemp(prefix="host-faults-")), random.Random(args.seed), faults[0]
     with hosts(args.hosts, RATE) as box:
         environ = {"PACE": args.pace, "HOLD": first.hold, "HELD": str(folder / "held")}

@@ -28,8 +28,8 @@ def run_on_hosts(
     code: int = 0,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> list[str]:
-    """Run `ranks` ranks on each host until they exit, and return the output of each host. Asserts that each host's
-    agent exits with `code`: 1 if a rank fails."""
+    """Run `ranks` ranks on each host until they exit, and return the output of each host. The function asserts that the
+    torchrun agent of each host exits with `code`, which is 1 if a rank fails."""
     logs = [folder / f"{name}.log" for name in box.names]
     context = mp.get_context("fork")
     agents: list[Any] = [

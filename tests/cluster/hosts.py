@@ -5,10 +5,10 @@
         box.pull_cable(1)
         codes = [process.wait() for process in processes]
 
-Each host has its own network, host name, processes, mounts, /dev/shm and, on request, disk. All other files are shared
-with this machine. Nothing is visible outside the namespaces, so several boxes can run at once. A box disappears with
-the process that created it, however that process ends. The command `tc` with the discipline `tbf` limits the rate of
-each cable in both directions.
+Each host has a separate network, host name, process tree, mount table, /dev/shm and, on request, disk. All other files
+are shared with this machine. Nothing is visible outside the namespaces, so several boxes can run at the same time. A
+box disappears when the process that created it ends, even if this process is killed. The rate of each cable can be
+limited in both directions (command `tc`, queueing discipline `tbf`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-"""Debian package that provides each program that a box needs."""
+"""Dictionary that maps each program that a box needs to the Debian package that provides the program."""
 
 SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 ENDED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 LAUNCHERS = ("SLURM_", "SBATCH_", "TORCHEL", "PET_")
-"""Prefixes of variables that a launcher may have set for this process and that programs in a box must not inherit."""
+"""Prefixes of environment variables that a launcher may have set for this process. Programs in a box must not inherit
+these variables."""
 
 RENDEZVOUS_PORT = 29500
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +85,8 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def wait(self, seconds: float = HANG) -> int:
-        """Return the exit code, which is negative for a signal. Raises TimeoutError with the output after `seconds`."""
+        """Wait for the process, and return its exit code, which is negative if a signal killed the process. After
+        `seconds`, the method raises TimeoutError with the output of the process."""
         try:
             return self._entered.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -99,20 +101,21 @@ class Host:
 
     number: int
     keeper: subprocess.Popen[str]
-    """The `unshare` process, whose only child is the host's init."""
+    """The `unshare` process that created the host. Its only child is the init process of the host."""
 
     init: int
-    """Process id of the host's init as seen from this machine. All processes on the host are killed when its init
-    exits."""
+    """Process id of the host's init process, as seen from this machine. When the init process exits, all processes on
+    the host are killed."""
 
     @property
     def port(self) -> str:
-        """Name of the cable's network interface at the bridge."""
+        """Name of the network interface at the bridge's end of the host's cable."""
         return f"port{self.number}"
 
 
 class Box:
-    """Hosts on one network. Their names are host0, host1, ..., and their addresses 10.77.0.1, 10.77.0.2, ..."""
+    """Simulated hosts on one network. Their names are host0, host1, and so on, and their addresses are 10.77.0.1,
+    10.77.0.2, and so on."""
 
     def __init__(self, count: int, rate: str | None, disk: Path | None) -> None:
         if not 1 <= count <= 200:
@@ -123,7 +126,7 @@ class Box:
         """Folder for the hosts' disks, logs and host name files."""
 
         self.disk = disk
-        """Path of each host's own disk: an initially empty folder that no other host sees."""
+        """Path at which each host sees its own disk. The disk is empty at first and is not visible on other hosts."""
 
         (self.folder / "owner").write_text(str(os.getpid()))
         self._rates = [rate] * count
@@ -148,7 +151,7 @@ class Box:
     # Power
 
     def boot(self, host: int) -> None:
-        """Start a host that was never started or was stopped by `kill_host`. The host's disk keeps its contents."""
+        """Start a host, or start it again after `kill_host`. The disk of the host keeps its contents."""
         assert host not in self._hosts, f"host {host} runs"
         script = f"{NO_IPV6}; hostname {self.names[host]}; ip link set lo up; mount -t tmpfs none /dev/shm; "
         script += "".join(f"mount --bind {self.folder}/{name} /etc/{name}; " for name in ("hosts", "resolv.conf"))
@@ -176,7 +179,8 @@ class Box:
         self._shape(host)
 
     def kill_host(self, host: int) -> None:
-        """Cut the power of a host: SIGKILL all its processes without notifying the other hosts."""
+        """Simulate a power failure of a host. All its processes are killed with SIGKILL, and the other hosts are not
+        notified."""
         here = self._hosts.pop(host)
         # Cut the cable first. Otherwise, the kernel would close the connections of the killed processes and thereby
         # notify the other hosts.
@@ -187,7 +191,7 @@ class Box:
     # Cables
 
     def pull_cable(self, host: int) -> None:
-        """Unplug a host; both ends of its cable lose their carrier."""
+        """Unplug the network cable of a host, so that both ends of the cable lose their carrier."""
         self._switch_command(f"ip link set {self._hosts[host].port} down")
 
     def plug(self, host: int) -> None:
@@ -203,8 +207,8 @@ class Box:
             self._switch_command(f"tc qdisc replace dev {self._hosts[host].port} root blackhole")
 
     def set_rate(self, host: int, rate: str | None) -> None:
-        """Limit a host's cable to a rate in tc's notation (`100mbit`, `1gbit`) in each direction; None removes the
-        limit."""
+        """Limit the rate of a host's cable in each direction. `rate` is in the notation of `tc`, such as `100mbit` or
+        `1gbit`. None removes the limit."""
         self._rates[host] = rate
         self._shape(host)
 
@@ -213,8 +217,8 @@ class Box:
         queue = "noqueue"
         if rate is not None:
             bytes_per_second = bits_per_second(rate) / 8
-            # A burst lasts a millisecond: it is short compared with the messages of a step, but large enough for one
-            # segment at any rate.
+            # A burst lasts for one millisecond. It is short compared with the messages of a step, but large enough for
+            # one network segment at any rate.
             burst = int(max(16_384, bytes_per_second / 1000))
             queue = f"tbf rate {rate} burst {burst} limit {int(burst + bytes_per_second / 20)}"
         self._host_command(host, f"tc qdisc replace dev eth0 root {queue}")
@@ -225,7 +229,7 @@ class Box:
     def start(
         self, host: int, command: Sequence[object], log: Path | None = None, cwd: Path = ROOT, **environ: str
     ) -> Process:
-        """Start a command on a host with the additional environment variables `environ`. The command's output is
+        """Start a command on a host, with the additional environment variables `environ`. The output of the command is
         appended to `log`."""
         inside = ["nsenter", "--target", str(self._hosts[host].init), "--net", "--uts", "--ipc", "--mount", "--pid"]
         inside += ["env", f"--chdir={cwd}", *(str(word) for word in command)]
@@ -234,7 +238,8 @@ class Box:
         return Process([*ENDED_WITH_PARENT, *inside], outer | self.environ(host) | environ, cwd, log)
 
     def run(self, host: int, *command: object, **environ: str) -> str:
-        """Run a command on a host and return its output. Raises RuntimeError with the output if the command fails."""
+        """Run a command on a host and return its output. If the command fails, the method raises RuntimeError with the
+        output."""
         number, log = tempfile.mkstemp(dir=self.folder)
         os.close(number)
         done = self.start(host, command, Path(log), **environ)
@@ -243,9 +248,9 @@ class Box:
         return done.screen
 
     def enter(self, host: int) -> None:
-        """Move a fork of this process to a host, on which it continues.
+        """Fork this process, and move the child to a host, on which the child continues the program.
 
-        The calling process then waits for its fork on the host, and exits with the fork's exit code.
+        The calling process waits for the child, and exits with the child's exit code.
         """
         cwd, init = Path.cwd(), self._hosts[host].init
         spaces = {name: os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")}
@@ -273,7 +278,7 @@ class Box:
         return self.folder / f"disk{host}"
 
     def close(self) -> None:
-        """End all processes, which removes the namespaces and everything in them."""
+        """End all processes on the hosts, which removes the namespaces and everything in them."""
         for here in self._hosts.values():
             with suppress(ProcessLookupError):
                 os.kill(here.init, signal.SIGKILL)
@@ -292,20 +297,22 @@ class Box:
 
 PR_SET_PDEATHSIG = 1
 NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"
-"""Shell commands that disable IPv6. Otherwise, half of the programs would try IPv6 addresses, which no host has."""
+"""Shell commands that disable IPv6. Otherwise, some programs would try IPv6 addresses, which no host has."""
 
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iterator[Box]:
-    """Simulate `count` hosts with links of this rate, in tc's notation (None: unlimited). On each host, the folder
-    `disk` is mounted as a separate disk. See `missing` for the requirements."""
+    """Simulate `count` hosts. `rate` is the rate of their network links in the notation of `tc`, or None for unlimited
+    links. If `disk` is given, each host has a separate disk, which is mounted at this folder. See `missing` for the
+    requirements."""
     sweep()
     with closing(Box(count, rate, disk)) as box:
         yield box
 
 
 def bits_per_second(rate: str) -> float:
-    """Convert a rate in tc's notation, such as `100mbit`, to bits per second. Raises ValueError for any other form."""
+    """Convert a rate in the notation of `tc`, such as `100mbit`, to bits per second. The function raises ValueError for
+    any other notation."""
     match = re.fullmatch(r"([0-9.]+)(k|m|g)?bit", rate)
     if match is None:
         raise ValueError(f"rate {rate} is not of the form 100mbit (kbit, mbit or gbit)")
@@ -313,8 +320,8 @@ def bits_per_second(rate: str) -> float:
 
 
 def sweep() -> None:
-    """Delete the folders of boxes whose creating process was killed. If its creating process is killed, a box leaves
-    nothing behind except this folder."""
+    """Delete the folders of boxes whose creating process was killed. Apart from its folder, such a box leaves nothing
+    behind."""
     for folder in Path("/tmp").glob("box-*"):
         with suppress(OSError, ValueError):
             if not Path(f"/proc/{(folder / 'owner').read_text()}").exists():

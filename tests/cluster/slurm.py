@@ -1,5 +1,5 @@
-"""SLURM on the hosts of a box. The last host is the controller, to which jobs are submitted; the other hosts are
-nodes."""
+"""SLURM cluster on the hosts of a box. The last host is the controller, to which jobs are submitted. All other hosts
+are compute nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = ROOT / "tests/slurm/start_slurm.sh"
 
 
 class SlurmBox:
-    """SLURM cluster whose nodes are all hosts of `box` except the last."""
+    """SLURM cluster whose compute nodes are all hosts of `box` except the last one."""
 
     def __init__(self, box: Box) -> None:
         self.box, self.nodes, self.controller = box, len(box.names) - 1, len(box.names) - 1
@@ -32,7 +32,7 @@ class SlurmBox:
         self.box.run(host, "bash", SCRIPT, command, self.folder, **environ)
 
     def command(self, *words: object) -> str:
-        """Return the output of a SLURM command."""
+        """Run a SLURM command on the controller, and return its output."""
         return self.box.run(self.controller, *words, **self.environ)
 
     def submit(self, folder: Path, *command: object, nodes: int = 2, gpus: int = 2, **environ: str) -> str:
@@ -57,6 +57,6 @@ class SlurmBox:
 
 @contextmanager
 def slurm_box(nodes: int) -> Iterator[SlurmBox]:
-    """Yield a box with one host for the SLURM controller and `nodes` hosts for the nodes."""
+    """Yield a SLURM cluster with `nodes` compute nodes and one host for the controller."""
     with hosts(nodes + 1) as box:
         yield SlurmBox(box)

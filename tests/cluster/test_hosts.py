@@ -1,6 +1,6 @@
-"""Training on two hosts equals one process. If the hosts share no disk, each host builds its index files once, and a
-checkpoint loads from a complete copy on each host. Runs that need a shared folder, or the same data on each host, are
-refused at startup."""
+"""Training on two hosts gives the same result as training in one process. If the hosts share no disk, each host builds
+its index files once, and each host loads a checkpoint from a complete local copy. If a run needs a shared folder or the
+same data on each host but does not have it, the run is refused at startup."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_other_data(prefix: Path) -> None:
 def test_hosts_without_a_shared_disk_train_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system in a box caches directories
+    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # enough, because no file system in a box caches directories
     text = write_data(tmp_path / "alone" / "text")
     run_forked(1, [*FLAGS, "--data-path", str(text), "--save", str(tmp_path / "one")], tmp_path / "screen")
     disk, shared = tmp_path / "disk", tmp_path / "shared"
@@ -73,7 +73,7 @@ def test_hosts_without_a_shared_disk_train_the_same(
         run("--save", str(shared))
         assert trained(shared)[0] == pytest.approx(trained(tmp_path / "one")[0], rel=1e-9)
         built = [sorted(path.name for path in (box.disk_of(host) / "data/cache").rglob("*.npy")) for host in range(2)]
-        assert built[0] == built[1] and len(built[0]) == 9  # three index files for each of three splits
+        assert built[0] == built[1] and len(built[0]) == 9  # there are three index files for each of the three splits
 
         said = run("--save", f"{disk}/save", code=1)
         assert f"--save {disk}/save is not the same folder for all ranks" in said and "rank 1 (on host1) cannot" in said

@@ -1,4 +1,4 @@
-"""scripts/train_gpt_slurm.sh and `srun python pretrain_gpt.py` on the nodes of a real SLURM."""
+"""Tests of scripts/train_gpt_slurm.sh and of `srun python pretrain_gpt.py` on the nodes of a real SLURM cluster."""
 
 from __future__ import annotations
 

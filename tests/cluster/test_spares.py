@@ -1,5 +1,5 @@
-"""A spare host under scripts/train_gpt_elastic.sh takes over the ranks of a lost host. A spare task under srun takes
-over the rank of a lost task."""
+"""If a host fails under scripts/train_gpt_elastic.sh, a spare host takes over its ranks. If a task fails under srun, a
+spare task takes over its rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_spare_replaces_a_lost_host_under_the_elastic_script(tmp_path: Path) -
         before = run.marks()
         Box.kill_host(box, 1)
         run.wait(lambda: run.last_world(before) == 2, "a step with the spare")
-        # otherwise, the other launchers wait five minutes for the launcher of the lost host.
+        # Without this file, the other launchers would wait five minutes for the launcher of the lost host.
         (run.save / "exit").touch()
         run.wait(lambda: "exiting at iteration" in run.screens()[0], "the end of the ranks")
     last = int((run.save / "latest_checkpointed_iteration.txt").read_text())

@@ -1,5 +1,5 @@
-"""Tests of saving in the background: the written files, the files that remain after a kill, and how a failed save
-affects the run."""
+"""Tests of saving in the background. They check the written files, the files that remain if the process is killed, and
+the effect of a failed save on the run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_save_keeps_the_newer_latest_checkpoint_of_another_run(tmp_path: Path)
 
 
 def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float, saved: int) -> None:
-    """Save repeatedly until rank `victim` is killed, `delay` seconds after it has completed `saved` saves."""
+    """Save repeatedly. Rank `victim` is killed `delay` seconds after it has completed `saved` saves."""
     saver, part, tensors = start(rank, root, cleanups=(partial(retain, RetentionFlags(keep_last=2)),))
     for iteration in range(1, 10_000):
         if rank == victim and iteration == saved + 1:
@@ -90,7 +90,7 @@ def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
     for iteration in range(1, 7):
         part.fill_(iteration)
         saver.save(iteration, tensors, {"n": iteration})
-        part.fill_(-1.0)  # a training step also overwrites tensors
+        part.fill_(-1.0)  # overwrites the tensors during the save, as a training step would
     saver.close()
     reports = saver.reports()
     assert all(report.complete and report.error is None for report in reports)
@@ -163,7 +163,7 @@ def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.Captur
     assert sorted(saved_folders(tmp_path)) == [2, 6, 8] and read_latest(tmp_path) == 8
     shown = capfd.readouterr().err
     lines = [line for line in shown.splitlines() if "iteration 4 was not saved" in line]
-    # all ranks fail for the same reason, so the reason is reported once
+    # all ranks fail for the same reason, which is reported only once
     assert len(lines) == 3 and shown.count("No space left") == 1, shown
     assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
 

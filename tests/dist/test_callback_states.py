@@ -1,5 +1,5 @@
-"""Evaluation weights and callback states under any layout equal those of a one-process run. The planned size of
-callback states is exact, and the states survive saving and resharding."""
+"""Evaluation weights and callback states are the same under any layout as in a one-process run. The planned size of
+callback states is exact. The states are unchanged after saving, and after loading under a different layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 class Sums(Callback):
-    """Callback that adds the weights to its states after each step."""
+    """Callback that adds the weights to its states after each training step."""
 
     def after_step(self, run: TrainingRun) -> None:
         by_kind = {kind: [piece for piece in self.states if piece.key == kind] for kind in ("sums", "twice")}
@@ -70,7 +70,7 @@ def averaged(run: TrainingRun) -> dict[tuple[str, int, int], OptimizerPiece]:
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
     """Train two steps, and return two validation losses: one with the averaged weights and one with the trained
-    weights. An evaluation does not change a single bit of any rank's weights."""
+    weights. Check that an evaluation does not change a single bit of the weights on any rank."""
     with local_run(config, rank, world_size) as run:
         callbacks, records = run.callbacks, list[dict[str, float]]()
         log = cast("Log", SimpleNamespace(write=records.append, say=print))
@@ -123,8 +123,8 @@ def not_offered(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def saved(rank: int, world_size: int, config: RunConfig) -> None:
-    """Train two steps and save the sums that the callback `Sums` holds. Also check that the states have the planned
-    size in bytes."""
+    """Train two steps, and save the states of the callback `Sums`. Check that the states have the planned size in
+    bytes."""
     with local_run(config, rank, world_size) as run:
         sums = next(callback for callback in run.callbacks if isinstance(callback, Sums))
         for _ in range(2):

@@ -1,5 +1,5 @@
-"""Tests of optimizers that chain transforms. Updates under every layout equal those of one process. The states have the
-planned size and can be resharded."""
+"""Tests of optimizers that are chains of transforms. The updates under every layout equal the updates in one process.
+The states have the planned size and can be loaded under a different layout."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2), Paralle
 
 
 class OfMatrices(torch.optim.Optimizer):
-    """Optimizer for unsharded tensors. Passes views of its parameters, such as [stack, rows, columns] for stacked
-    matrices, to the optimizer that `make` returns."""
+    """Optimizer for unsharded tensors that passes views of its parameters to the optimizer that `make` returns. For
+    stacked matrices, the shape of the view is [stack, rows, columns]."""
 
     def __init__(self, groups, metas, make) -> None:
         super().__init__(groups, {})
@@ -64,7 +64,7 @@ def shape_of(param: Tensor, metas: dict[int, ParamMeta]) -> tuple[int, ...]:
 
 
 class WholeShampoo(torch.optim.Optimizer):
-    """Shampoo for unsharded tensors [..., rows, columns], with matrix roots computed by SVD."""
+    """Shampoo for unsharded tensors [..., rows, columns], which computes matrix roots by SVD."""
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -84,7 +84,7 @@ def root_of(x: Tensor) -> Tensor:
 
 
 def oracle_of(state, kind: str) -> Oracle:
-    """Return the reference optimizer. For Shampoo, torch's AdamW updates all parameters that Shampoo does not treat as
+    """Return the reference optimizer. In the case of Shampoo, torch's AdamW updates all parameters that are not
     matrices."""
     oracle = Oracle(state, lambda groups: torch.optim.SGD(groups, lr=LR))
     metas = {id(param): oracle.metas[name] for name, param in oracle.params.items()}
@@ -179,7 +179,8 @@ def test_a_skipped_step_changes_no_state(kind):
 
 
 class Count(Transform):
-    """Transform that has a state of every kind, in several dtypes. Each element of each state counts the updates."""
+    """Transform that has a state of every kind, with different dtypes. Each element of a state is the number of updates
+    so far."""
 
     def states(self, meta):
         found = [elements("ones", meta, "bfloat16"), reduced("one", meta, dtype="float32")]
@@ -226,7 +227,7 @@ def load_and_compare(rank, world, dims, distributed, kind, folder):
 
 @pytest.mark.parametrize("kind", ["adafactor", "shampoo", "count"])
 def test_states_of_every_shape_reshard(kind, tmp_path: Path):
-    """States saved under one layout are bit-identical when loaded under others."""
+    """States that are saved under one layout and loaded under another layout are bit-identical."""
     run_world(4, train_and_save, ParallelDims(tp=2, dp=2, ep=2), True, kind, tmp_path)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     if kind == "count":

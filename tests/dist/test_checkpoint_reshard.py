@@ -1,5 +1,5 @@
-"""Tests of the files that saving a checkpoint writes under any layout, and of the files that an interrupted save leaves
-behind. tests/parity/test_reshard.py tests loading."""
+"""Tests of the files that a save writes under different layouts, and of the files that an interrupted save leaves
+behind. Loading is tested in tests/parity/test_reshard.py."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def module_of(*metas: ParamMeta) -> nn.Module:
 
 
 def misfit(rank: int, world_size: int, root: Path) -> str:
-    """Request a missing key on rank 0 and a wrong shape on rank 1, and return the error message. The message names both
-    errors on every rank."""
+    """Load a missing key on rank 0 and a tensor of the wrong shape on rank 1, and return the error message. On every
+    rank, the message must name both errors."""
     state = initialize_model_parallel()
     module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,), role="vector"))
     with pytest.raises(ValueError, match="does not fit") as error:
@@ -85,8 +85,8 @@ def test_missing_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path) -> N
 
 
 def save_weights(rank: int, world_size: int, root: Path, iteration: int = 1, dies_in: tuple[str, str] | None = None):
-    """Save the weights. `dies_in` is a pair (name of a function in `os`, path suffix). Rank 0 is killed when it calls
-    the function for a path that ends with the suffix."""
+    """Save the weights. If `dies_in` is given, it is a pair (name of a function in `os`, path suffix), and rank 0 is
+    killed when it calls this function for a path that ends with the suffix."""
     if dies_in is not None and rank == 0:
         method, suffix = dies_in
         original = getattr(os, method)

@@ -1,11 +1,11 @@
-"""Number, kind and size of the collectives in a tensor-parallel layer, the embedding and the output layer.
+"""Number, kind and size of the collectives that a tensor-parallel layer, the embedding and the output layer launch.
 
 The forward and backward passes of a layer together have 4 all-reduces of s*b*h elements. With sequence parallelism,
-there are 4 all-gathers and 4 reduce-scatters of the same size instead. Each column-parallel layer needs another
-all-gather of its input for the weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times the size of
-its operand. An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send the
-same number of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls, which
-send the same number of bytes.
+there are 4 all-gathers and 4 reduce-scatters of the same size instead. In addition, each column-parallel layer
+all-gathers its input again for the weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times the size
+of its operand. An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send
+the same number of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls,
+which send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = {
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 Call = tuple[str, int]
-"""Tuple of the kind of a collective and a size in bytes. The size is that of the unsharded tensor."""
+"""Kind of a collective, and size of its unsharded tensor in bytes."""
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
-    """Return the bytes that a rank sends. Collectives other than all-to-all use ring algorithms. In an all-to-all, a
-    rank sends every block except its own."""
+    """Return the number of bytes that a rank sends. All collectives except all-to-all use ring algorithms. In an
+    all-to-all, a rank sends every block except its own."""
     steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
 
@@ -94,8 +94,8 @@ def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: st
 
 
 def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
-    """Return the collectives of one layer. They are half the difference between a model with three layers and a model
-    with one layer."""
+    """Return the collectives of one layer, computed as half of the difference between a model with three layers and a
+    model with one layer."""
     one, three = (run_world(size, run_model, layers, *args) for layers in (1, 3))
     assert all(result == one[0] for result in one) and all(result == three[0] for result in three)
     phases = []

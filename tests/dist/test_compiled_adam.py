@@ -1,5 +1,5 @@
-"""Comparison of the AdamW region, which runs compiled in training, with torch's fused kernel. The tests run the region
-without compiling it."""
+"""Comparison of the function `adamw_` with torch's fused kernel. Training runs `adamw_` compiled, but these tests run
+it without compilation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tests of gradient buffers: the gradients in them, the precision of accumulation, and errors if they are misused.
+"""Tests of gradient buffers. They check the accumulated gradients, the precision of the accumulation, and the errors
+that report misuse.
 
-tests/parity/test_matrix.py shows that the gradients equal autograd's under every layout.
+tests/parity/test_matrix.py compares the gradients with autograd's gradients under every layout.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TOKENS, MASK = torch.arange(22).view(2, 11) % 11, torch.ones(2, 11, dtype=torch.
 def test_a_gradient_after_its_reduction_is_an_error():
     model = Model()
     ddp = DistributedDataParallel(DDPConfig(1, overlap_grad_reduce=True), FP64, ParallelState(), [model])
-    for _ in range(2):  # in the second iteration, buckets start their reductions early
+    for _ in range(2):  # from the second iteration on, buckets are reduced during the backward pass
         ddp.begin_step(1)
         model(TOKENS, MASK).backward()
         if started := ddp._started:
@@ -92,6 +93,6 @@ def test_main_gradients_of_16_bit_parameters_are_fp32():
     for param in ddp.params:
         assert (param.dtype, param.main_grad.dtype) == (torch.bfloat16, torch.float32)
     bias = ddp.params[2]
-    for _ in range(300):  # in bf16, the sum would stop growing at 256
+    for _ in range(300):  # a sum in bf16 would stop growing at 256
         bias.sum().backward()
     assert torch.equal(bias.main_grad, torch.full((5,), 300.0))

@@ -1,7 +1,7 @@
-"""A pipeline executes exactly its action list. It frees outputs and accumulates weight gradients at the places in the
-list.
+"""A pipeline executor runs exactly its action list. Outputs are freed when they have been sent, and weight gradients
+are accumulated by the actions that compute them.
 
-tests/parity/test_matrix.py shows that losses and gradients equal those of one process.
+tests/parity/test_matrix.py compares the losses and gradients with a one-process run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.harness import run_world, running, train_in_world
 from tests.tiny import TINY
 
 CASES = [("1f1b", 4, 1, 8), ("interleaved", 4, 2, 7), ("zb-h1", 3, 1, 7), ("zb-v", 4, 2, 7), ("zb-h2", 4, 1, 8)]
-CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20 micro-batches exceed the limit of micro-batches in flight
+CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20 micro-batches exceed the limit on messages in flight
 
 
 def flags_of(schedule: str, p: int, m: int) -> list[str]:
@@ -36,7 +36,8 @@ def flags_of(schedule: str, p: int, m: int) -> list[str]:
 
 
 class FreedOnceSent:
-    """Hook for all stages but the last: assert that each output is freed after it is sent."""
+    """Forward hook for all stages except the last. It asserts that all earlier outputs have been freed, because they
+    have been sent."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[Tensor]] = []
@@ -47,8 +48,8 @@ class FreedOnceSent:
 
 
 def run_pipeline(rank: int, world_size: int, schedule: str, m: int) -> tuple[list[Action], set[Kind], float]:
-    """Evaluate once, then run one step. Return the executed actions, the kinds of actions that accumulated gradients of
-    linear layers, and the evaluation loss."""
+    """Evaluate once, and then run one step. Return the executed actions, the kinds of actions that accumulated weight
+    gradients of linear layers, and the evaluation loss."""
     with running(flags_of(schedule, world_size, m), rank, world_size) as run:
         executor, ran, added_in = run.pipeline.executor, list[Action](), set[Kind]()
         found = summed_loss(run, run.data.valid[""], 0, 1, "valid")
@@ -75,7 +76,8 @@ def test_a_rank_runs_exactly_its_list(schedule: str, p: int, v: int, m: int) -> 
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), CASES[:4])
 def test_message_lanes_change_no_result(schedule: str, p: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with NCCL, messages use four process groups so that independent messages do not wait for each other."""
+    """The test uses four process groups for the messages, as with NCCL. The results must be the same as with a single
+    group."""
     plain, build = train_in_world(p, flags_of(schedule, p, m), steps=1), parallel_state.build_parallel_state
 
     def build_with_lanes(*args: Any) -> parallel_state.ParallelState:

@@ -1,8 +1,9 @@
-"""Between two log lines, training steps neither read values from the device nor wait for the device.
+"""Between two log lines, the host neither reads values from the device nor waits for the device in a training step.
 
-A run on CPU makes the same calls as a run on GPU. The test therefore records, on CPU, every operation that reads tensor
-values, needs tensor values to determine a shape, or copies Python numbers to the device. `tests/gpu/test_host_waits.py`
-has torch itself report such operations on a GPU.
+A run on CPU makes the same torch calls as a run on a GPU. These tests therefore run on CPU and record every operation
+that would make the host wait on a GPU: operations that read tensor values, that need tensor values to determine a
+shape, or that copy Python numbers to the device. `tests/gpu/test_host_waits.py` has torch itself report such operations
+on a GPU.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ EXPERTS = "--disable-bias-linear --num-experts 4 --moe-router-topk 2"
 HOST_ONLY = (
     "read_batches",  # samples are assembled on the host and copied from pinned memory
     "integers_on",  # copies from pinned memory
-    "add_each_product_",  # reads row counts on the CPU; on a GPU, a kernel reads them
+    "add_each_product_",  # reads row counts on the host; on a GPU, a kernel reads them
     "check_ids",  # reads ids on the CPU only; on a GPU, a device-side assertion checks them
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
-"""The only expected read in a step: the outcome of the previous step. The outcome consists of four numbers, which are
-copied to the host at the end of the previous step. The host reads them while the gradients of the current step are
-computed, and waits only for the event of the copy."""
+"""The only read that is expected in a step. The host reads the outcome of the previous step, which consists of four
+numbers that are copied to the host at the end of that step. The host reads the numbers while the gradients of the
+current step are computed, so it waits only for the copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
@@ -46,8 +47,8 @@ def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
 
 
 def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
-    """Watch the third step. Return the places in the code where the host waits, and the number of calls of each torch
-    operation."""
+    """Record the third step. Return the places in the code at which the host waits, and the number of calls of each
+    torch operation."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         run.interval = Interval()
         for _ in range(2):
@@ -85,8 +86,8 @@ def test_a_dynamic_loss_scale_reads_once() -> None:
 
 @pytest.mark.parametrize("flags", ["--fp32", "--bf16 --dp 2"])
 def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
-    """On a GPU, a fused update launches one kernel for all its tensors, so the number of launches does not depend on
-    the number of buckets."""
+    """On a GPU, a fused update launches a single kernel for all its tensors, so the number of launches does not depend
+    on the number of buckets."""
     world_size = 2 if "--dp 2" in flags else 1
     for _, calls in run_world(world_size, watched_step, f"{flags} --ddp-bucket-size 700"):
         assert calls["_fused_adamw_"] == 2, "one call for matrices, and one for biases and norms, which do not decay"
@@ -112,8 +113,8 @@ def test_experts_wait_only_for_sizes_of_all_to_all_messages(
     flags: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, the numbers of rows per expert stay on the device. Each expert layer reads the sizes of its messages
-    from the device `reads` times per micro-batch. The host computes values from these sizes, and `integers_on` and
-    `copied_to` copy the values from pinned memory."""
+    from the device `reads` times per micro-batch. The host computes index tensors from these sizes, and `integers_on`
+    and `copied_to` copy them from pinned memory to the device."""
     monkeypatch.setattr(Hardware, "host_waits_for", lambda self, x: True)
     for found in run_world(2, waits, f"{flags} --bf16 --moe-grouped-gemm"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 2 * 2 * reads})

@@ -1,4 +1,4 @@
-"""On a CPU, freed memory blocks are kept and reused, unless environment variables configure malloc."""
+"""In CPU runs, freed memory blocks are kept and reused, unless environment variables configure malloc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, 
     """Allocate and free a block of 256 MiB four times, and return the number of page faults in the last round."""
     os.environ |= environ
     library = ctypes.CDLL(None)
-    for parameter, default in GLIBC_DEFAULTS.items():  # the parent process may have changed them
+    for parameter, default in GLIBC_DEFAULTS.items():  # resets parameters that the parent process may have changed
         library.mallopt(parameter, default)
     keep_memory(device)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

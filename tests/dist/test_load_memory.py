@@ -1,4 +1,5 @@
-"""Memory that loading needs besides the loaded tensors: at most DCP's own buffers and one parameter."""
+"""Loading a checkpoint needs little memory in addition to the loaded tensors: at most the buffers of DCP and one
+parameter."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ def resident(field: str) -> int:
 
 
 def give_back_pages() -> None:
-    """Make the allocator return all freed buffers to the kernel now, and return later buffers as soon as they are
-    freed. By default, glibc raises its mmap threshold when a large buffer is freed and then keeps buffers below the
-    threshold on its heap, whose holes count as resident."""
+    """Make the allocator return all freed buffers to the kernel, and return further buffers as soon as they are freed.
+    By default, glibc raises its mmap threshold when a large buffer is freed. Buffers below the threshold are then
+    allocated on the heap, and freed buffers on the heap still count as resident memory."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(MMAP_THRESHOLD, 1 << 16) == 1
     libc.malloc_trim(0)
@@ -43,7 +44,7 @@ def empty() -> dict[str, torch.Tensor]:
 
 
 def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBoxes]:
-    """Split each tensor along its rows into `cuts` parts, and return the parts as `ShardedBoxes`."""
+    """Split the rows of each tensor into `cuts` parts, and return the parts as `ShardedBoxes`."""
     step = ROWS // cuts
     return {
         key: ShardedBoxes((ROWS, COLUMNS), [((i * step, 0), part) for i, part in enumerate(data.split(step))])
@@ -52,7 +53,7 @@ def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBo
 
 
 def peaks(rank: int, world_size: int, root: Path) -> dict[str, int]:
-    """Return the peak memory of each way to load, not counting the target tensors."""
+    """Return the peak memory of several ways to load a checkpoint, without the target tensors."""
     tensors, found = empty(), {}
 
     def dcp_load() -> None:

@@ -1,5 +1,5 @@
-"""If a rank of a forked world is killed, the error names this rank, even though only the other ranks can report an
-error."""
+"""If a rank of a forked world is killed, the error message names this rank, even though only the other ranks can report
+an error."""
 
 from __future__ import annotations
 

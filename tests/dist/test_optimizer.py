@@ -1,4 +1,4 @@
-"""The optimizer makes the same updates under any layout as torch's optimizer in one process."""
+"""Under any layout, the updates of the optimizer equal the updates of torch's optimizer in one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim needs this module, so import it once here instead of in every forked rank
+import torch._dynamo  # torch.optim imports this module, so import it once before ranks are forked
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
@@ -20,7 +20,7 @@ from tests.dist.toy import DECAY, KINDS, LR, Oracle, ToyStage, add_gradients, bu
 from tests.harness import run_world
 
 LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)
-"""Layouts that are tested here because the parity matrix does not cover them."""
+"""Layouts that are tested here because the parity matrix does not contain them."""
 
 
 def torch_optimizer(kind):
@@ -54,7 +54,7 @@ def compare_with_one_process(rank, world, dims, distributed, kind, clip):
     ("dims", "kind", "clip"), [*((dims, "adam", 0.5) for dims in LAYOUTS), (ParallelDims(dp=3), "sgd", 0.0)], ids=str
 )
 def test_updates_match_one_process(dims, kind, clip, distributed):
-    """The updates equal those of one process for any loss scale."""
+    """For any loss scale, the updates equal the updates in one process."""
     norms = run_world(dims.world_size, compare_with_one_process, dims, distributed, kind, clip)
     assert all(other == norms[0] for other in norms), "the norm must be bit-equal on all ranks"
 
@@ -87,7 +87,7 @@ def test_bf16_has_fp32_main_parameters(distributed):
 
 
 def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
-    """Run four steps. In the third step, one rank has a non-finite gradient, which is infinite in fp16 and NaN in
+    """Run four steps. In the third step, one rank has a non-finite gradient: Inf if the dtype is fp16, and NaN if it is
     fp64."""
     state = build_parallel_state(ParallelDims(tp=2, dp=2), rank)
     scaler = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 2}
@@ -116,7 +116,7 @@ def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
 
 IN_A_SHARD = (3, "decoder.layers.0.mlp.linear_fc2.weight")
 THAT_NO_NORM_COUNTS = (1, "decoder.layers.1.mlp.linear_fc2.bias")
-"""Rank and name of a replicated parameter. This rank does not count the parameter in the gradient norm."""
+"""A rank, and the name of a replicated parameter that this rank does not count in the gradient norm."""
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
@@ -138,7 +138,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(distributed, dtype, ki
 
 
 def empty_stage(rank, world):
-    """A pipeline rank without layers has no parameters but still takes part in collectives."""
+    """A pipeline rank without layers has no parameters, but must still take part in collectives."""
     state = build_parallel_state(ParallelDims(pp=world), rank)
     ddp, optimizer = build(state)
     assert bool(ddp.params) == (rank != 1)

@@ -1,5 +1,5 @@
-"""Process groups of several processes. The tests check the members of each group, and that all ranks take part in
-creating each group."""
+"""Tests of process groups. They check the members of each group, and that all ranks take part in the creation of each
+group."""
 
 from unittest import mock
 
@@ -75,6 +75,6 @@ def initialize_repeatedly(rank: int, world_size: int) -> int:
 
 
 def test_groups_can_be_created_again() -> None:
-    """A process that loads a second model creates process groups again. Ranks that own neither the first nor the last
-    pipeline stage belong to fewer groups."""
+    """A process that loads a second model creates its process groups again. Ranks that hold neither the first nor the
+    last pipeline stage belong to fewer groups."""
     assert run_world(3, initialize_repeatedly) == [12, 12, 12]

@@ -1,5 +1,5 @@
-"""Ring attention: its messages and the precision of its partial sums. The parity matrix tests layouts with ring
-attention."""
+"""Tests of the messages of ring attention and of the precision of its partial sums. The parity matrix covers layouts
+with ring attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(rank: int, size: int) -> list[int]:
 
 
 def ring(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return this rank's part of the output and of the gradients of q, k and v."""
+    """Return this rank's shards of the output and of the gradients of q, k and v."""
     cp = Axis(dist.group.WORLD, rank, size, tuple(range(size)))
     *inputs, grad = (x[rows_of(rank, size)].to(dtype).requires_grad_() for x in operands())
     out = CONTEXT_PARALLEL["p2p"](*inputs, cp, PACKED)

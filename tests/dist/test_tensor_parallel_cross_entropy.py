@@ -31,7 +31,7 @@ def example(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def oracle(dtype: torch.dtype, vocab_size: int, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the losses and the gradient in fp64, without the padding columns."""
+    """Return the losses and the gradient of the logits in fp64, without the padding columns."""
     logits, labels, weights = example(dtype, vocab_size)
     logits = logits.double().requires_grad_()
     real = logits[..., :vocab_size]
@@ -53,7 +53,7 @@ def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int, z_loss: 
 
 
 @pytest.mark.parametrize("size", [1, 4])
-# 14: with 4 columns per rank, some ranks have only padding and some have a few tokens
+# If 14 tokens are sharded over four ranks, one rank has some padding columns and two ranks have only padding.
 @pytest.mark.parametrize(("vocab_size", "z_loss"), [(V, 0.0), (27, 0.1), (14, 0.0)])
 def test_losses_and_gradients_match_torch(size: int, vocab_size: int, z_loss: float) -> None:
     loss, grad = oracle(torch.float64, vocab_size, z_loss)

@@ -1,7 +1,7 @@
-"""Weight gradients: the precision of accumulation, and the queue for deferred weight gradients. The tests also cover
-token ids that are outside the vocabulary shards of all ranks.
+"""Tests of weight gradients: the precision of their accumulation, and the queue for deferred weight gradients. The
+tests also cover token ids that are in no rank's vocabulary shard.
 
-tests/parity/test_matrix.py compares the outputs and gradients of the layers with those of one process.
+tests/parity/test_matrix.py compares the outputs and gradients of the layers with a one-process run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def unknown_token(rank: int, size: int) -> str:
 
 
 def test_a_token_outside_the_vocabulary_is_an_error() -> None:
-    """No rank owns a token id outside the vocabulary, so its embedding would silently be zero."""
+    """A token id outside the vocabulary is in no rank's vocabulary shard. Without a check, its embedding would silently
+    be zero."""
     for message in run_world(2, unknown_token):
         assert message.startswith("token ids must be in [0, 40)")
         assert message.endswith("found ids from 0 to 40")

@@ -1,5 +1,5 @@
-"""The backward pass of each collective A is its adjoint A', for which <Ax, y> = <x, A'y>. The fast path for one rank is
-also tested. tests/parity/test_matrix.py checks their values."""
+"""The backward pass of each collective A must be its adjoint A', that is, <Ax, y> = <x, A'y> for all x and y. The fast
+path for a single rank is also tested. tests/parity/test_matrix.py checks the values that the collectives compute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def operand(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 1))
 
 
-# Each collective is a linear map of the operands of all ranks together. Its adjoint satisfies <A x, y> = <x, A' y>,
-# summed over the ranks. gather_from maps "a shard on each rank" to "the same tensor on every rank". For a replicated
-# tensor, the inner product counts the shared values once instead of once per rank.
+# Each collective is a linear map from the operands of all ranks to the results on all ranks. Inner products are
+# therefore summed over the ranks. If a tensor is replicated, such as the result of gather_from, its values are counted
+# once instead of once per rank.
 SHARDED_MAPS: dict[str, tuple[Callable[[Tensor, Axis], Tensor], bool, bool]] = {
-    # name: (function, whether its operand is replicated, whether its result is replicated)
+    # name: (collective, whether its operand is replicated, whether its result is replicated)
     "copy": (m.copy_to, True, False),
     "reduce": (m.reduce_from, False, True),
     "gather": (lambda x, tp: m.gather_from(x, tp, 1), False, True),

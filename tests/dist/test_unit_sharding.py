@@ -1,4 +1,5 @@
-"""ZeRO-2 and ZeRO-3: the time during which parameters are unsharded, the bytes sent, and the prefetched unit."""
+"""Tests of ZeRO-2 and ZeRO-3. They check how long parameters are unsharded, how many bytes are sent, and which unit is
+prefetched."""
 
 from __future__ import annotations
 
@@ -51,14 +52,15 @@ CALLS: dict[str, tuple[str, Callable[[UnitBucket], bool]]] = {
     "start_grad_sync": ("reduce", lambda bucket: bucket.whole_grads),
     "finish_grad_sync": ("reduced", lambda bucket: bucket._reduced is not None),
 }
-"""Bucket methods that `Watch` records. Each method has an event name and a predicate. A call is recorded only if the
-predicate returns True, which means that the call has work to do."""
+"""Dictionary that maps the name of each bucket method that `Watch` records to an event name and a predicate. A call is
+recorded only if the predicate returns True, that is, if the call has an effect."""
 
 
 class Watch:
-    """Record the events of units in order. "gather" and "reduce" are recorded when a collective starts, "reduced" when
-    the wait for a reduction ends, and "add" when a backward pass computes the first gradient of a unit. Also records
-    the largest number of units that are unsharded at the same time."""
+    """Recorder of the events of sharding units, in order. "gather" and "reduce" are recorded when a collective starts,
+    "reduced" is recorded when the wait for a reduction ends, and "add" is recorded when a backward pass computes the
+    first gradient of a unit. The recorder also counts the largest number of units that are unsharded at the same
+    time."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.params, self.grads, self.run, self.events = 0, 0, run, list[tuple[str, str]]()
@@ -100,8 +102,7 @@ def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> int:
-    """Return the total bytes of the collectives of one kind, counting only collectives whose operands are unit
-    buckets."""
+    """Return the total number of bytes of the collectives of one kind whose operands are unit buckets."""
     sizes = set(found["sizes"].values())
     return sum(nbytes * count for (name, nbytes), count in found["calls"].items() if name == kind and nbytes in sizes)
 
@@ -117,9 +118,9 @@ def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_onc
 
 
 def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
-    """The backward pass gathers all units again, with two exceptions. The output layer is kept from the forward pass,
-    and the backward pass of the embedding reads no parameters. The total is 3 Psi minus these two units (arXiv
-    1910.02054, section 7.2.2)."""
+    """The backward pass gathers all units again, with two exceptions: the output layer stays gathered after the forward
+    pass, and the backward pass of the embedding reads no parameters. The ranks therefore send 3 Psi minus the size of
+    these two units (arXiv 1910.02054, section 7.2.2)."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     for found in run_world(2, steps, flags):
         layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
@@ -132,8 +133,8 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
 
 
 def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
-    """Return the events that `Watch` records in the third step. For each pass of a unit's module, there are also two
-    events ("begin", unit) and ("end", unit)."""
+    """Return the events that `Watch` records in the third step. The result also contains the events ("begin", unit) and
+    ("end", unit) for each pass of a unit's module."""
     with local_run(config(flags, world_size), rank, world_size) as run:
         found = Watch(run).events
         for unit in run.ddp.units.units:
@@ -143,7 +144,7 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
                 "end": (unit.module.register_forward_hook, unit.module.register_full_backward_hook),
             }
             for event, kinds in hooks.items():
-                # the embedding's inputs are token ids, which have no gradient
+                # the inputs of the embedding are token ids, which have no gradient
                 for register in kinds if "embedding" not in name else kinds[:1]:
                     # "begin" is recorded before the unit's own hooks launch collectives.
                     first = {"prepend": True} if event == "begin" else {}

@@ -1,9 +1,9 @@
 """Toy model for tests of gradients and optimizers. The model has no layers, only parameters with metadata and known
 values.
 
-Every parameter has a global value and, for each step and data-parallel rank, a global gradient; both are functions of
-its name. A rank holds its box of the value and adds its share of the gradient under the layout, so the result of one
-process is known without running a model.
+The value of each parameter is a function of the parameter's name. Its gradient is a function of the name, the step and
+the data-parallel rank. Each rank holds its shard of the value and adds its contribution to the gradient, so the result
+in one process is known without running a model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LR, DECAY = 0.01, 0.1
 
 
 def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
-    """Return one tuple (ParamMeta, pipeline stage) per parameter. A tied parameter occurs once for each of its two
-    stages. Sizes are odd on purpose."""
+    """Return one tuple (ParamMeta, pipeline stage) per parameter. A tied parameter occurs twice, once for each of its
+    stages. The sizes are deliberately irregular."""
     shared = (0, pp - 1) if pp > 1 else ()
     tied = ParamMeta("embedding.word_embeddings.weight", (24, 7), {"tp": 0}, shared_stages=shared, role="embedding")
     last, cut, qkv = pp - 1, {"ep": 0, "expt_tp": 1}, Fused("qkv", 1, (3, 1, 1))
@@ -71,7 +71,7 @@ def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
 
 
 def noise(shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return float64 values from a standard normal distribution that depend only on the key."""
+    """Return normally distributed float64 values that depend only on `key`."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -96,8 +96,8 @@ class ToyStage(nn.Module):
 
 
 def add_gradients(ddp: DistributedDataParallel, state: ParallelState, step: int) -> None:
-    """Add this rank's share of the gradient of a step. Partial sums are split unevenly over tensor-parallel ranks, and
-    gradients of shared parameters over stages."""
+    """Add this rank's contribution to the gradients of a step. If a gradient is a sum over tensor-parallel ranks, or
+    over the stages of a tied parameter, the terms of the sum have different sizes."""
     for param in ddp.params:
         meta = param.meta
         axis = state.axis("expt_dp") if meta.expert else state.dp_cp
@@ -112,7 +112,7 @@ def add_gradients(ddp: DistributedDataParallel, state: ParallelState, step: int)
 
 
 class Oracle:
-    """Equivalent training in one process with torch's own optimizer and clipping."""
+    """Reference training in one process, with torch's optimizer and gradient clipping."""
 
     def __init__(self, state: ParallelState, make_optimizer, dtype: torch.dtype = torch.float64) -> None:
         self.state = state
@@ -148,7 +148,7 @@ def optimizer_config(**flags) -> OptimizerConfig:
 
 load()
 KINDS = [name for name in ("adam", "sgd", "muon") if name in OPTIMIZERS]
-"""Optimizers to test, including muon if its extension is installed."""
+"""Names of the optimizers to test. muon is included if its extension is installed."""
 
 
 def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False, **flags):
@@ -160,14 +160,14 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False
 
 
 def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
-    """Reduce the gradients. Scale the owned part of every `main_grad`, so that it becomes the gradient of the mean loss
-    per valid token."""
+    """Reduce the gradients over all ranks, and scale this rank's part of every `main_grad` so that it becomes the
+    gradient of the mean loss per valid token."""
     ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
 
 
 def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
-    """Run one step as the training loop does. The number of valid tokens on a data-parallel rank is `tokens` plus the
-    rank number."""
+    """Run one step as the training loop does. Each data-parallel rank has `tokens` valid tokens plus its rank
+    number."""
     ddp.zero_grad_buffer()
     add_gradients(ddp, state, step)
     if seed != 1.0:

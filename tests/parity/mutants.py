@@ -1,19 +1,20 @@
-"""Mutation tests of the parity matrix: each reduction is broken on purpose, and the matrix must report the error.
+"""Mutation tests of the parity matrix. Each mutant is a deliberate bug in the library, which the matrix must report.
 
-A mutant edits the source of library functions for one comparison. The one-process reference is computed beforehand with
-the unedited library. `mutants.txt`, here and in the folders of extensions, describes a mutant by these lines:
+A mutant edits the source of library functions while one combination runs. The one-process reference is computed
+beforehand with the unedited library. The files `mutants.txt`, here and in the folders of extensions, describe a mutant
+by these lines:
 
     NAME: COMBINATION
       MODULE.FUNCTION
       - text that occurs once in the source of the function
       + text in its place, further lines with the same indentation
 
-The combination must exercise the edited code. ` with FLAGS` after the combination adds flags of features that are not
-choices of the matrix. The name of a module omits the leading `megatron.`.
+The combination must run the edited code. After the combination, ` with FLAGS` may add flags of features that are not
+choices of the matrix. The leading `megatron.` of a module name is omitted.
 
-    python -m tests.parity.mutants                  every mutant with its combination: one line per mutant
-    python -m tests.parity.mutants 'Sinks' Rotary   those whose names begin so
-    python -m tests.parity.mutants --matrix         every mutant with the matrix until a combination fails
+    python -m tests.parity.mutants                  run every mutant with its combination; print one line per mutant
+    python -m tests.parity.mutants 'Sinks' Rotary   run the mutants whose names begin with one of these words
+    python -m tests.parity.mutants --matrix         run the matrix with every mutant until a combination fails
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ library."""
 
 
 class Mutant(NamedTuple):
-    """Edits of library functions. A combination and additional flags exercise the edited code."""
+    """Edits of library functions, with the combination and the additional flags that run the edited code."""
 
     edits: dict[str, list[tuple[str, str]]]
     combination: Combination
@@ -51,7 +52,7 @@ class Mutant(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """True if all extensions that the mutant needs are installed."""
+        """True if all extensions that the mutant needs are available."""
         gone = [each for each in self.edits if each.startswith("extensions.") and each.split(".")[2] not in INSTALLED]
         return self.combination.is_there and not gone
 
@@ -81,14 +82,14 @@ MUTANTS = {name: each for path in FILES for name, each in read(path) if each.is_
 
 
 def function_of(path: str) -> tuple[Any, FunctionType]:
-    """Return two values: the object at `MODULE.FUNCTION`, and the function that its decorators wrap."""
+    """Return the object at `MODULE.FUNCTION`, and the undecorated function."""
     found = resolve_name(f"megatron.{path}")
     return found, inspect.unwrap(found.fget if isinstance(found, property) else found)
 
 
 def edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
-    """Compile the edited source of a function, and return the code object. The code has the same closure variables as
-    the function."""
+    """Compile the edited source of a function, and return the code object, which has the same closure variables as the
+    function."""
     source = dedent(inspect.getsource(function))
     for old, new in edits:
         before, found, behind = source.partition(old)
@@ -110,7 +111,7 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Edit the library's functions as a mutant specifies, and restore them when the context exits."""
+    """Context manager that edits library functions as a mutant specifies, and restores them at the end of the block."""
     places = [(*function_of(path), edits) for path, edits in mutant.edits.items()]
     kept = [(found, function, function.__code__) for found, function, _ in places]
     try:
@@ -131,8 +132,8 @@ def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
 
 
 def seen(name: str, combination: Combination) -> str | None:
-    """Plant a mutant, run one combination of the parity matrix, and return the reported difference, or None if there is
-    none."""
+    """Run one combination of the parity matrix with a mutant, and return the difference that the matrix reports, or
+    None if it reports no difference."""
     mutant = MUTANTS[name]
     reference(combination.alone, mutant.flags)
     with planted(mutant):

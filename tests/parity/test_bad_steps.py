@@ -1,4 +1,5 @@
-"""Steps with NaN, Inf or loss spikes are reported and skipped, both under parallel layouts and in one process."""
+"""Steps with NaNs, infinities or loss spikes are reported and skipped, both under parallel layouts and in one
+process."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class _BadGradient(torch.autograd.Function):
 
 
 def plant(kind: str, run: TrainingRun) -> None:
-    """Plant a fault in layer 2. Depending on `kind`, it breaks the forward or backward pass of the MLP for one sample,
-    or the gradient of a weight."""
+    """Plant a fault in layer 2. Depending on `kind`, the fault affects the forward or the backward pass of the MLP for
+    one sample, or the gradient of a weight."""
     for model in run.stages.values():
         for layer in model.decoder.layers:
             if layer.number != 2:
@@ -118,8 +119,8 @@ def test_a_step_skipped_automatically_equals_one_skipped_by_the_user(world_size:
 def rates(
     rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int
 ) -> list[tuple[float, float, int]]:
-    """Train, and return one tuple (learning rate, weight decay, number of samples) per step. Steps that the user's
-    flags skip are left out."""
+    """Train, and return one tuple (learning rate, weight decay, number of samples) per step. The result does not
+    contain steps that are skipped because of a flag."""
     with local_run(config, rank, world_size) as run:
         if kind:
             plant(kind, run)
@@ -242,8 +243,8 @@ def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
 
 
 def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFinding | None]) -> tuple[str, str]:
-    """Run until a bad step ends the run. The registered searches return the results `searches`. Return the error
-    message and the advice."""
+    """Run until a bad step ends the run, and return the error message and the advice. One callback is registered for
+    each element of `searches`, and its method `search` returns this element."""
 
     class Searches(Callback):
         def __init__(self, finding: StepFinding | None) -> None:

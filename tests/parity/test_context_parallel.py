@@ -1,5 +1,5 @@
-"""Each document in a packed sample has the same logits as when it is the only document, and its positions start at 0.
-The parity matrix tests the layouts."""
+"""Each document in a packed sample has the same logits as if it were the only document of the sample, and its positions
+start at 0. The parity matrix covers parallel layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ FLAGS = (
 
 @pytest.mark.parametrize(("positions", "acts"), [("learned_absolute", True), ("rope", False)])
 def test_position_ids_restart_for_learned_positions_only(tmp_path: Path, positions: str, acts: bool) -> None:
-    """Attention crosses documents in this test, so restarting rotary positions would change the result."""
+    """In this test, tokens attend to other documents, so rotary position embeddings would give different results if
+    their positions restarted."""
     random = np.random.default_rng(3)
     documents = ([*random.integers(256, size=length), 256] for length in random.integers(1, 24, size=60))
     flags = f"{FLAGS} --data-path {write_documents(tmp_path / 'odd', documents)} --position-embedding-type {positions}"

@@ -1,5 +1,5 @@
-"""Separate learning rate for the word embedding and the output layer. The parity matrix tests layouts with a separate
-learning rate."""
+"""Tests of a separate learning rate for the word embedding and the output layer. The parity matrix covers parallel
+layouts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MODEL = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 "
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_only_the_embedding_and_output_layer_have_the_decoupled_rate(optimizer: str) -> None:
-    """In the first step, which has no momentum, the change of a parameter is proportional to the parameter's learning
-    rate."""
+    """In the first step, there is no momentum yet, so the change of a parameter is proportional to the parameter's
+    learning rate."""
     flags = MODEL + f"--untie-embeddings-and-output-weights --weight-decay 0 --clip-grad 0 --optimizer {optimizer} "
     plain, own = (train_in_world(1, (flags + more).split()) for more in ("", "--decoupled-lr 0.3"))
     for key, before in plain.tensors.items():

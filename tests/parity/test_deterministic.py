@@ -1,4 +1,4 @@
-"""Two runs of the same command are bit-identical, and --deterministic refuses kernels whose results vary."""
+"""Two runs of the same command are bit-identical. With --deterministic, kernels whose results vary are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_kernel_that_is_not_deterministic_ends_the_run(monkeypatch: pytest.Mon
     forward = TransformerLayer.forward
 
     def racing(self: TransformerLayer, x: torch.Tensor, context: Any) -> torch.Tensor:
-        # both values are written to element 0, and it is undefined which value remains
+        # both values are written to element 0, and the final value is undefined
         torch.zeros(2).put_(torch.zeros(2, dtype=torch.int64), torch.ones(2))
         return forward(self, x, context)
 

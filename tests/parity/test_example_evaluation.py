@@ -1,4 +1,4 @@
-"""Tests of examples that read the logits directly: a loss that sums over the vocabulary, and an evaluation metric."""
+"""Tests of examples that read the logits: a loss that sums over the vocabulary, and an evaluation metric."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ EXTENSIONS = [str(ROOT / "examples" / name) for name in ("label_smoothing.py", "
 FLAGS = f"{TINY} --fp64 --eval-iters 2 --attention-dropout 0 --hidden-dropout 0"
 
 VOCABULARIES = [(50, 8), (20, 64)]
-"""Cases (vocabulary size, divisor of the padded vocabulary size). On the last rank, some or all columns are padding."""
+"""Test cases (vocabulary size, divisor of the padded vocabulary size). Some or all columns of the last rank are
+padding."""
 
 
 class Records(list[dict[str, Any]]):
-    """Log that appends all written records to itself."""
+    """List that acts as a log: written records are appended to it."""
 
     def write(self, record: dict[str, Any]) -> None:
         self.append(record)
 
 
 def smoothed(rank: int, world_size: int, vocabulary: int, divisor: int) -> tuple[Tensor, Tensor]:
-    """Return the losses for given logits, and this rank's part of the gradient of the weighted sum of the losses."""
+    """Return the losses of the logits of `given`, and this rank's shard of the gradient of their weighted sum."""
     load_extensions(EXTENSIONS)
     flags = f"{FLAGS} --vocab-size {vocabulary} --make-vocab-size-divisible-by {divisor} --tp {world_size}"
     smoothing = "--loss-func label_smoothing --label-smoothing 0.2"
@@ -104,7 +105,7 @@ def mean_loss(run: TrainingRun) -> float:
 
 @torch.no_grad()
 def accuracy_written_out(run: TrainingRun) -> float:
-    """Return the accuracy on the same samples, from the whole logits of a model in one process."""
+    """Compute the accuracy on the same samples from the unsharded logits of a one-process model."""
     (model,), correct, total = run.stages.values(), 0.0, 0.0
     dataset = run.data.evaluated("valid")[""].dataset
     assert isinstance(weights_to_evaluate(run), nullcontext)

@@ -1,5 +1,5 @@
 """Every example in examples/ is trained under several layouts, with the command from the documentation. The results are
-compared with a run on one process."""
+compared with a one-process run."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ EXAMPLES = {
     "template.py": "--activation-func my_activation --my-slope 0.2",
     "trainable_swish.py": "--activation-func trainable_swish",
 }
-"""Flags that select the component that each example registers."""
+"""Dictionary that maps each example to the flags that select the component that the example registers."""
 
 PART = ["dp2-to-tp2-sp-pp2-dp2"]
 """Layouts of the default run, which uses two layers. --whole runs all layouts with four layers."""
 
 DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "label_smoothing.py", "sandwich_norm.py"]
 DIFFERENTIABLE += ["trainable_swish.py"]
-"""Examples that define gradients. Their gradients are also compared with finite differences."""
+"""Examples with differentiable components. The gradients of these components are also compared with finite
+differences."""
 
 
 def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    """Return the exit code of the parity command, and its result rows by name. `rows` contains the names of the
-    requested layouts. Some of these layouts are defined by the example itself."""
+    """Run the parity command, and return its exit code and its result rows, keyed by name. `rows` contains the names of
+    the layouts to compare, some of which the example itself defines."""
     path = folder / "rows.json"
     command = ["-m", "megatron.testing.parity", "--extension", extension, "--json", path]
     chosen = ["--layouts", *rows] if rows else []
@@ -116,7 +117,8 @@ def test_lion_steps_by_the_sign_of_an_average() -> None:
 
 
 def test_rates_follow_the_table_of_roles() -> None:
-    """Adam's first step is the learning rate times a direction that depends only on the gradient."""
+    """In its first step, Adam changes a parameter by the learning rate times a direction that depends only on the
+    gradient."""
     flags = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 --weight-decay 0 --lr-decay-style constant"
     table = {"embedding": 3.0, "norm": 0.5, "bias": 0.1}
     own = [*f"{flags} --extension {ROOT}/examples/rates_by_role.py --role-lr".split()]
@@ -166,7 +168,7 @@ def test_chain_states_resume(name: str, tmp_path: Path) -> None:
 
 
 def test_a_custom_mixer_has_a_pattern_letter_and_generates_text() -> None:
-    """The example also handles packed documents, and texts that are given in parts."""
+    """The example also supports packed documents, and generation from texts that are passed in several parts."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])
     config = with_fields(model_of("llama"), {"num_layers": 4, "hybrid_layer_pattern": "A-*A"})
     assert [kind.linear for kind in config.layers] == ["moving_average", None, None, "moving_average"]
@@ -219,8 +221,8 @@ def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
 
 
 def test_early_stopping_and_a_custom_metric_work(tmp_path: Path) -> None:
-    """The learning rate is too small for improvements after the first evaluation. The loss excludes one of four
-    tokens."""
+    """The learning rate is so small that the loss does not improve after the first evaluation. The loss excludes one in
+    four tokens."""
     flags = (
         "--extension examples/early_stopping.py examples/trained_share.py examples/goldfish_loss.py "
         "--loss-func goldfish --goldfish-h 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 "

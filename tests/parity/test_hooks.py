@@ -1,4 +1,4 @@
-"""Custom components compute the same results under every layout."""
+"""Custom components, such as layers and callbacks, compute the same results under every layout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that run the parity matrix. The core suite covers most choices. Campaigns run some of the other combinations,
-and run mutants to show that the matrix detects errors.
+"""Tests that run the parity matrix. The core test suite covers most choices. Campaigns run further combinations, and
+run mutants to show that the matrix detects errors.
 
 --whole runs the whole matrix; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for
 each combination or mutant.
@@ -17,12 +17,12 @@ from tests.parity.matrix.named import NAMED
 from tests.parity.mutants import MUTANTS, edited, function_of, seen
 
 FEW = 7
-"""Number of combinations from `every_choice` that run in the core test suite. These combinations have few ranks and
-include most choices."""
+"""Number of combinations from `every_choice` that the core test suite runs. They have few ranks and contain most
+choices."""
 
 MORE = 18
-"""Number of additional combinations that run as campaigns. These combinations include three in five of all pairs of
-choices. With --whole, every pair is covered."""
+"""Number of additional combinations that campaigns run. They contain three fifths of all pairs of choices. With
+--whole, every pair is covered."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)
@@ -65,7 +65,7 @@ def test_every_choice_is_covered() -> None:
 
 
 def test_the_command_lists_every_choice() -> None:
-    """The list must include the choices of extensions. The test uses a new process, which has to load the extensions
-    itself."""
+    """The list must include the choices of extensions. The test starts a new process, in which no extensions have been
+    loaded yet."""
     listed = python_apart("-m", "tests.parity.matrix", "--list", code=0).stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in map(str.strip, listed)] == [str(each) for each in whole_matrix()]

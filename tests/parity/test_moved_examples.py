@@ -1,7 +1,7 @@
-"""Each example in examples/ is run with --extension and as a built-in extension. The plan, losses, checkpoint and
-conversion must be the same.
+"""Each example in examples/ is run once with --extension and once as a built-in extension. The plan, the losses, the
+checkpoint and the converted checkpoint must be the same.
 
-Code must not be trusted merely because of the location of its file.
+In addition, code must not be trusted merely because its file is in the library's folder.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def moved_library(folder: Path) -> Path:
 
 
 def tried(library: Path, results: Path, *, built_in: bool) -> dict[str, dict[str, Any]]:
-    """Run all examples, and return the output of the commands, the losses and the saved tensors of each."""
+    """Run all examples, and return the output of the commands, the losses and the saved tensors of each example."""
     results.mkdir()
     saves = {example: results / Path(example).stem for example in FLAGS}
     cases = []

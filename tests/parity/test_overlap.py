@@ -1,7 +1,8 @@
-"""Overlapped data parallelism computes the same bits as waiting for every collective, however slow the network is.
+"""Data parallelism with overlapped collectives gives bit-identical results to data parallelism without overlap, even if
+the network is slow.
 
-To simulate the slowest possible network, a gather is only executed when code waits for it. Code that reads a parameter
-without waiting would see the value of the previous step.
+To simulate the slowest possible network, an all-gather is executed only when code waits for it. Code that reads a
+parameter without waiting would read the value of the previous step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LAYOUTS = [
 
 
 class Late:
-    """Collective that runs only when `wait` is called."""
+    """Collective that is executed only when `wait` is called."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
@@ -110,8 +111,8 @@ def test_evaluation_and_checkpoints_wait(slow_gather: None, tmp_path: Path) -> N
 
 
 def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]]:
-    """Run three steps, and return one tuple per step: the number of gradient reductions that have started by the end of
-    the backward passes, and the number of all gradient reductions."""
+    """Run three steps, and return one tuple per step. The tuple contains the number of gradient reductions that have
+    started by the end of the backward passes, and the total number of gradient reductions."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         train, found = run.pipeline.train, []
 

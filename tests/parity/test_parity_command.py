@@ -1,5 +1,5 @@
-"""python -m megatron.testing.parity passes for a correct model, names the fault in a wrong model, and hides no
-errors."""
+"""`python -m megatron.testing.parity` passes if the model is correct, and names the fault if the model is wrong. Errors
+of the runs are not hidden."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-laye
 
 
 class Scaled(torch.autograd.Function):
-    """Function that is the identity in the forward pass and multiplies the gradient by a factor in the backward
-    pass."""
+    """Autograd function that returns its input, and multiplies the gradient by a factor in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -93,7 +92,7 @@ def test_a_wrong_gradient_is_named(
 
 
 class SumOfWeights(Callback):
-    """Callback that sums the main weights over all steps. The sum is the same under every layout unless a mistake is
+    """Callback that sums the main weights over all steps. The sum is the same under every layout unless a bug is
     planted."""
 
     mistake = ""

@@ -1,5 +1,5 @@
-"""Results with recomputation are bit-identical to those without. This holds for every choice of modules, and under
-schedules that defer weight gradients."""
+"""Results with and without recomputation are bit-identical, for every choice of recomputed modules, and under schedules
+that defer weight gradients."""
 
 from __future__ import annotations
 

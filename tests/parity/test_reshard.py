@@ -1,9 +1,9 @@
-"""Checkpoints of real models are saved under one layout and loaded bit for bit under other layouts. --whole tests all
-pairs.
+"""Checkpoints of trained models are saved under one layout and loaded bit for bit under other layouts. --whole tests
+all pairs of layouts.
 
-Under each layout, a model is trained for one step in bf16 and saved. Because of rounding, all checkpoints differ. Then
-other layouts load these checkpoints (`megatron.testing.reshard`). Parameters, fp32 main parameters, both moments of
-Adam, the momentum of Muon and expert biases must be bit-identical.
+Under each layout, a model is trained for one step in bf16 and saved. The saved values differ between layouts because of
+rounding. Each checkpoint is then loaded under other layouts (`megatron.testing.reshard`). The loaded parameters, fp32
+main parameters, both moments of Adam, the momentum of Muon and expert biases must be bit-identical to the saved values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLE = yaml.safe_load(Path(__file__).with_name("reshard.yaml").read_text())
 MODELS: dict[str, str] = TABLE["models"]
 LAYOUTS: dict[str, dict[str, tuple[int, str]]] = TABLE["layouts"]
 STATES = {"sgd": ["momentum_buffer"], "own": ["exp_avg", "exp_avg_sq", "exp_avg_slow"]}
-"""Names of optimizer states, keyed by optimizer, for optimizers other than Adam and Muon."""
+"""Names of the optimizer states of optimizers other than Adam and Muon, keyed by optimizer."""
 
 
 @pytest.mark.parametrize("family", list(MODELS))
@@ -51,9 +51,9 @@ def test_checkpoints_load_under_other_layouts(tmp_path: Path, family: str, pytes
 
 
 def test_states_load_into_lower_precision(tmp_path: Path) -> None:
-    """Main parameters are bit-identical, and moments are as close as their formats allow. The second moment is stored
-    as its square root. With stored remainders, parameters halfway between two bf16 numbers are rounded away from
-    zero."""
+    """After loading, main parameters are bit-identical, and moments are as close to the saved values as their number
+    formats allow. The second moment is stored as its square root. If main parameters are stored as bf16 parameters and
+    remainders, parameters halfway between two bf16 numbers are rounded away from zero."""
     checkpoints, model = Checkpoints(tmp_path), f"{COMMON} {MODELS['experts']}"
     checkpoints.visit("whole", 2, parse_args(model.split()), train=True)
     formats = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"

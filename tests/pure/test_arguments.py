@@ -1,4 +1,5 @@
-"""Command line: the frozen set of flags, translation of Megatron-LM's flags, files, and errors."""
+"""Tests of the command line: the frozen set of flags, the translation of Megatron-LM's flags, configuration files, and
+errors."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 
 
 
 def surface() -> str:
-    """Return one line per flag spelling, with the field that it sets and the kind of its value."""
+    """Return one line per flag spelling. The line names the field that the flag sets and the kind of its value."""
     lines = []
     for spelling, (flag, on) in spelling_table().items():
         kind = ("on" if on else "off") if flag.kind is bool else flag.kind.__name__ + ("..." if flag.spec.many else "")
@@ -50,8 +51,8 @@ def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def index() -> str:
-    """Return one line for each built-in extension that has flags, with the extension's name and the spellings of its
-    flags."""
+    """Return one line for each built-in extension that has flags. The line contains the name of the extension and the
+    spellings of its flags."""
     prefix, spellings = f"{extensions.__name__}.", dict[str, list[str]]()
     for spelling, (flag, _) in spelling_table().items():
         module = sections()[flag.section].__module__
@@ -71,8 +72,8 @@ def index() -> str:
 
 
 def _extension_of(place: str) -> str | None:
-    """Return the name of the built-in extension that contains `place` (`FILE:LINE` of a registration), or None if
-    `place` is in the library itself."""
+    """Return the name of the built-in extension that contains `place`, which is the `FILE:LINE` of a registration.
+    Return None if `place` is not in an extension."""
     folder = Path(place.rpartition(":")[0]).parent
     return folder.name if folder.parent.parent == extensions.INDEX.parent else None
 
@@ -139,7 +140,7 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a, a2a+p2p; pick one of them",
     ):
         assert line in lines
-    # Validation problems are listed too, except those that follow from a misspelt flag.
+    # Validation problems are listed too, except problems that only result from a misspelled flag.
     assert any(line.startswith("world size 8: must be a multiple of TP 3") for line in lines)
     assert any(line.startswith("--num-attention-heads: is required") for line in lines)
     assert not any(line.startswith(("--num-layers:", "--hidden-size:", "--lr:")) for line in lines)
@@ -147,8 +148,8 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("text", ["", " ", "\t", "a\x1bb", "a\nb", "\x7f"])
 def test_no_flag_accepts_an_invisible_value(text: str) -> None:
-    """A script may pass an empty value by an unset shell variable, or white space by `$'\\t'`. Such a value must
-    neither be ignored nor be read as a path or a name."""
+    """A script passes an empty value if a shell variable is not set, and white space if it contains `$'\\t'`. Neither
+    value may be ignored or be read as a path or a name."""
     takers = [flag for flag in all_flags() if flag.kind is not bool and not (flag.spec.empty_is_none and not text)]
     named = [flag.name for flag in takers] + [name for name, option in options().items() if option.usage]
     reader = FlagReader()
@@ -266,7 +267,7 @@ def test_a_later_source_replaces_a_setting_in_another_unit(
 
 def test_one_source_may_not_set_a_value_in_two_units(tmp_path: Path) -> None:
     values = flat_values(parse_args(["--config", write(tmp_path, "train-iters: 1\ntrain-samples: 2")]))
-    # parsing accepts both values, and validation refuses the combination
+    # parsing accepts both values, but validation refuses the combination
     assert (values["train_iters"], values["train_samples"]) == (1, 2)
 
 
@@ -314,7 +315,7 @@ def test_saved_configuration_reads_back(tmp_path: Path) -> None:
     save_config(config, tmp_path / "deep" / "run.yaml")
     again = parse_args(["--config", str(tmp_path / "deep" / "run.yaml")])
     assert resolve(again, 8) == config
-    # The file states the batch size but not the number of ranks, so that it also works with another layout.
+    # The file contains the batch size but not the number of ranks, so that it can be used with a different layout.
     assert again.training.global_batch_size == 8
     assert validate(again, 4) == validate(resolve(again, 4), 4) == []
     text = (tmp_path / "deep" / "run.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Length, batch sizes and learning rates of a run that resumes with a different batch size."""
+"""Tests of the length, the batch sizes and the learning rates of a run that resumes with a different batch size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.pure.test_batch_size import SCHEDULES, walk
 def test_resumed_sizes_continue_from_the_position(
     parts: list[tuple[BatchSizes, int]], last: BatchSizes, more: int
 ) -> None:
-    """The run consists of several parts with different batch sizes. Each part records its batch size changes for the
-    next part."""
+    """The run is interrupted several times and resumes with different batch sizes. Each part of the run records its
+    batch size changes for the next part."""
     iterations, consumed, past = 0, 0, ()
     positions = []
     for sizes, steps in [*parts, (last, more)]:
@@ -70,7 +70,8 @@ def resumed(before: RunPlan, iteration: int, config: RunConfig) -> tuple[RunPlan
 
 
 def curve(plan: RunPlan, iteration: int, position: int) -> list[tuple[int, float, float]]:
-    """Return (consumed samples, learning rate, weight decay) of each step from a position to the end."""
+    """Return one tuple (consumed samples, learning rate, weight decay) for each step from `position` to the end of the
+    run."""
     schedule, consumed, found = plan.schedule(), plan.sizes.samples(iteration), []
     for _ in range(iteration, plan.iterations):
         found.append((consumed, schedule.lr_at(position), schedule.weight_decay_at(position)))
@@ -108,8 +109,8 @@ def test_a_run_in_samples_keeps_its_schedule_by_sample(style: str, size: int) ->
 @pytest.mark.parametrize("ramp", ["--rampup-batch-size 4 4 60", "--step-batch-size-schedule 0:4,960:8"])
 @pytest.mark.parametrize("style", STYLES[:4])
 def test_a_resumed_run_may_drop_its_ramp(ramp: str, style: str) -> None:
-    """A run can leave the ramp in its middle or after its end. The run still ends after the same number of iterations,
-    at the end of its schedule."""
+    """A run can drop its batch-size ramp in the middle of the ramp or after the end of the ramp. In both cases, the run
+    ends after the same number of iterations, at the end of its schedule."""
     size = 8 if "rampup" in ramp else 0
     text = config_of(style, "iters", 8, ramp) if size else _with_schedule(style, ramp)
     whole = plan_of(text)
@@ -129,8 +130,8 @@ def _with_schedule(style: str, ramp: str) -> RunConfig:
 
 
 def test_changing_the_unit_keeps_the_position_in_the_schedule() -> None:
-    """The run changes its batch size from 8 to 4 after 16 of 40 iterations. It then specifies its length in samples
-    instead of iterations, and later in iterations again."""
+    """The run changes its batch size from 8 to 4 after 16 of 40 iterations. Its length is then given in samples instead
+    of iterations, and later in iterations again."""
     first = plan_of(config_of(STYLES[0], "iters", 8))
     second, position = resumed(first, 16, config_of(STYLES[0], "iters", 4))
     assert position == 16 * 4

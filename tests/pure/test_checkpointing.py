@@ -1,4 +1,5 @@
-"""Tests of saving and loading a run in one process: the resumed state, refused checkpoints, and untrusted files."""
+"""Tests of saving and loading a one-process run. They cover the resumed state, checkpoints that are refused, and
+untrusted files."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ STATE = ParallelState()
 
 @dataclass
 class Run:
-    """Model and optimizer of a run. Optimizer steps use artificial gradients."""
+    """Model and optimizer of a run, whose steps use artificial gradients."""
 
     config: RunConfig
     callbacks: Sequence[Callback] = ()
@@ -83,7 +84,8 @@ class Run:
 
 
 def config(root: Path, **changes: object) -> RunConfig:
-    """Return a run configuration. `changes` replaces fields of CheckpointConfig or entire sections."""
+    """Return a run configuration. `changes` contains new values of fields of CheckpointConfig, or entire sections of
+    the configuration."""
     sections = {name: changes.pop(name) for name in ("model", "parallel", "optimizer", "training") if name in changes}
     base = RunConfig(
         model=LLAMA,
@@ -95,8 +97,8 @@ def config(root: Path, **changes: object) -> RunConfig:
 
 
 def refuses(match: str, root: Path, **changes: object) -> None:
-    """Assert that a run with changed configuration fields refuses to load the checkpoint in a folder, and that the
-    error message matches `match`."""
+    """Assert that a run with the configuration `config(root, **changes)` refuses to load the checkpoint in `root`, and
+    that the error message matches `match`."""
     with pytest.raises(ValueError, match=match):
         Run(config(root, **changes)).load()
 
@@ -245,8 +247,8 @@ def test_another_run_is_refused_with_all_differences(tmp_path: Path) -> None:
 
 
 def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
-    """The error message says how to add tokens. With --finetune, padding rows become tokens, and a message reports
-    this."""
+    """The error message explains how to add tokens. With --finetune, padding rows of the embedding become tokens, and a
+    message reports this."""
     Run(config(tmp_path)).save(Progress(1, 8))
     tokens = LLAMA.vocab_size or 0
     more = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size)
@@ -310,14 +312,14 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def list_anew(folder: Path) -> None:
-    """Rewrite the manifest so that it matches the changed files, as an attacker would do."""
+    """Rewrite the checkpoint's manifest so that it matches the changed files, as an attacker would."""
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     sums = {path.name: {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in files}
     write_manifest(folder, sums)
 
 
 def change_metadata(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the metadata of a checkpoint and rewrite the manifest."""
+    """Edit the metadata of a checkpoint, and rewrite the manifest to match."""
     path = folder / "metadata.json"
     payload = json.loads(path.read_text())
     change(payload)
@@ -390,7 +392,7 @@ def test_inspection_describes_a_checkpoint(
 
 
 class Keeps(Callback):
-    """Callback whose state is a list, for example of samples that the callback has seen."""
+    """Callback whose state is a list."""
 
     def __init__(self, kept: Any, name: str = "") -> None:
         super().__init__(RunConfig())
@@ -426,7 +428,7 @@ def test_callback_states_are_restored(tmp_path: Path) -> None:
 def test_later_changes_do_not_reach_a_saved_state(tmp_path: Path) -> None:
     run = Run(config(tmp_path), [callback := Keeps([1])])
     _, payload = run.checkpoint().contents(Progress(1, 8))
-    callback.kept.append(2)  # changes the state while the checkpoint is written in the background
+    callback.kept.append(2)  # changes the state while the checkpoint is still being written in the background
     assert payload["callbacks"] == {"Keeps": [1]}
 
 

@@ -1,5 +1,5 @@
-"""Tests of the record of code that the user's own runs used. This record determines whether a later run loads code that
-a checkpoint file names."""
+"""Tests of the record of the code that the user's own runs have used. A later run loads code that is named in a
+checkpoint file only if the record contains this code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.training.extensions import ExtensionError, load_saved_extensions
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create an extension that writes a file when it is imported, record it for the run in the folder `run`, and return
-    it."""
+    """Create an extension that writes a file when it is imported, and record the extension for the run in the folder
+    `run`. Return the path of the extension."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "own.py"
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
@@ -141,7 +141,7 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
         parse_args(argv)
     assert parse_args([*argv, "--eval-tasks", "lambada"])
     record_code(tmp_path, [f"{tmp_path}/tasks"])
-    with pytest.raises(ValueError, match="may run code"):  # the record must not be inside the folder
+    with pytest.raises(ValueError, match="may run code"):  # refused, because the record is inside the recorded folder
         parse_args(argv)
     (tmp_path / "run").mkdir()
     (tmp_path / "x.yaml").rename(tmp_path / "run" / "x.yaml")
@@ -155,7 +155,7 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
 
 def test_checkpoints_never_name_code_for_a_run(tmp_path: Path) -> None:
     """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler restore the model, the schedule and the tokenizer.
-    These flags do not restore task files, which may run code."""
+    These flags do not restore the names of task files, which may run code."""
     fields = [flag.field for flag in all_flags() if flag.spec.names_code is not None]
     saved = with_named(RunConfig(), {field: (str(tmp_path / "tasks"),) for field in fields})
     (tmp_path / "iter_0000001").mkdir()

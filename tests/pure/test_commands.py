@@ -1,4 +1,4 @@
-"""Commands that an extension registers, and callbacks that count FLOPs and explain failures."""
+"""Tests of commands that an extension registers, and of callbacks that count FLOPs and explain failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN += "--train-iters 2"
 
 @dataclass(frozen=True)
 class Count(Command):
-    """Test command that prints the number of ranks."""
+    """Command that prints the number of ranks."""
 
     times: int | None
 
@@ -45,7 +45,7 @@ def count(given: GivenOptions, world_size: int | None) -> Command | None:
 
 @pytest.fixture(autouse=True)
 def counted() -> None:
-    """Register only the command of this test, without the commands of built-in extensions."""
+    """Register only the command `Count`, without the commands of built-in extensions."""
     COMMANDS._entries.clear()
     options = {
         "--count": Option("Count the ranks.", command=True),
@@ -93,7 +93,7 @@ def test_problems_of_a_command_are_reported_with_all_other_problems(capsys: pyte
 def test_a_run_without_a_batch_size_is_one_problem(
     flags: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rules for input files still apply. The commands use a batch size of one sample."""
+    """The commands assume a batch size of one sample. The validation rules for input files still apply."""
     assert ended(flags) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert said.startswith(f"  {problem}")

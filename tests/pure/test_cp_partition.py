@@ -1,5 +1,5 @@
-"""Partition of tokens and attention tiles among context-parallel ranks. Each unmasked pair of a query and a key is
-computed exactly once."""
+"""Partition of tokens and attention tiles among context-parallel ranks. Each pair of a query and a key that the mask
+allows is computed exactly once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tiles_cover_the_visible_keys(seed: int) -> None:
 
 
 def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
-    """Assert that the diagonal tile of each query precedes all other tiles of the query."""
+    """Assert that for each query, the diagonal tile is the first tile."""
     own = {(tile.sample, row) for tile in tiles if tile.diagonal for row in tile.queries}
     for tile in tiles:
         if tile.diagonal:
@@ -113,7 +113,7 @@ def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
 
 
 def test_neighbouring_full_tiles_are_joined() -> None:
-    """In every ring step except the first, a rank launches one kernel."""
+    """In every ring step except the first, a rank launches a single kernel."""
     spans = [rank_spans(32, rank, 4) for rank in range(4)]
     for rank, queries in enumerate(spans):
         for source, keys in enumerate(spans):

@@ -163,8 +163,8 @@ def test_a_folder_in_the_place_of_the_latest_file_is_reported(root: Path) -> Non
 
 
 def test_checkpoints_moved_away_and_linked_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:
-    """Saving replaces and deletes symbolic links to checkpoints as if they were folders, but does not change the
-    folders to which they point."""
+    """Saving replaces or deletes symbolic links to checkpoints, but does not change the folders to which the links
+    point."""
     moved = tmp_path_factory.mktemp("moved")
     for number in (10, 20, 30):
         name = f"iter_00000{number}"
@@ -273,4 +273,4 @@ def test_a_start_does_not_load_all_records_of_a_long_run(tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     assert len(path.read_text().splitlines()) == 1990
-    assert highest < 300_000  # much less than the file, which has 2 MB
+    assert highest < 300_000  # much less than the size of the file, which is 2 MB

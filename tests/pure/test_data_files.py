@@ -1,5 +1,5 @@
-"""Checkpoint data files are byte-identical to files that torch.save writes. Of many similar tensors, only a few are
-actually pickled and unpickled by torch."""
+"""Checkpoint data files are byte-identical to files that torch.save writes. If a file contains many similar tensors,
+torch pickles and unpickles only a few of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron.core.parallel_state import Axis
 
 @pytest.fixture(autouse=True, params=[False, True])
 def crc32(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test with and without torch's CRC32 checksums in archives. Checkpoint files never contain these
-    checksums."""
+    """Run each test once with and once without torch's CRC32 checksums in archives. Checkpoint files never contain
+    these checksums."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(request.param)
     yield
@@ -69,7 +69,7 @@ def test_many_similar_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatc
     monkeypatch.setattr(data_files.torch, "save", counted)
     tensors = {f"model.{i}": torch.full((4, 2) if i % 2 else (3,), float(i)) for i in range(100)}
     save(tmp_path, 1, {k: ShardedBoxes(t.shape, [((0,) * t.dim(), t)]) for k, t in tensors.items()}, {}, Axis())
-    assert calls[0] == 2 * 3  # for each of two kinds, torch pickles the first tensor and two tensors for the template
+    assert calls[0] == 2 * 3  # for each of two kinds of tensors: the first tensor, and two tensors for a template
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in tensors.items())
 
@@ -122,11 +122,12 @@ def test_many_similar_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(torch, "load", counted)
     assert loaded(tmp_path, tensors) == bits_of(tensors)
-    assert calls[0] == 4 + 5  # four calls for the small kinds, and five for the large kind
+    assert calls[0] == 4 + 5  # four calls for the kinds with few tensors, and five calls for the kind with many tensors
 
 
 def test_damaged_files_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are truncated or have a changed byte give the same values or the same error as with torch alone."""
+    """If a file is truncated or a byte is changed, the reader returns the same values or raises the same error as
+    torch.load."""
     tensors, chance = saved(tmp_path, 3), random.Random(1)
     (path,) = (tmp_path / "iter_0000001").glob("*.distcp")
     data = path.read_bytes()

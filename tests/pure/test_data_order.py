@@ -1,5 +1,6 @@
-"""The sample order equals Megatron-LM's in recorded cases. For arbitrary data, the sample order equals that of a
-straightforward implementation. An extended run uses each token of an epoch as an input exactly once."""
+"""In recorded cases, the order of samples equals the order in Megatron-LM. For arbitrary data, it equals the order that
+a straightforward implementation computes. A run that is extended uses each token of an epoch as an input exactly
+once."""
 
 import json
 from collections import Counter
@@ -39,7 +40,7 @@ def test_samples_match_megatron_lm(case, tmp_path):
         data_path=blend_flag(*case["blend"]), split=case["split"], data_cache_path=str(tmp_path / "cache")
     )
     recorded = np.load(FOLDER / f"{case['name']}.npz")
-    for _ in range(2):  # the index is first built, then read back from the cache
+    for _ in range(2):  # the first loop iteration builds the index, and the second reads it from the cache
         datasets = build_datasets(config, seq_length=case["seq"], seed=case["seed"], sizes=tuple(case["sizes"]))
         for split, dataset in datasets._asdict().items():
             assert (dataset is None) == (split not in recorded.files)
@@ -77,7 +78,7 @@ def test_wrongly_guessed_blocks_are_drawn_again(weights, size, lead):
 
 @contextmanager
 def blocks_of(draws, lead, cells):
-    """Reduce the block size within the context, so that a blend consists of many blocks."""
+    """Context manager that reduces the block sizes, so that the index of a blend is computed in many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells), ("STREAM", 3 * draws)):
             patch.setattr(indices, name, value)
@@ -106,7 +107,7 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indices, "STREAM", 5)  # parts of 5 tokens end in the middle of documents
         forms = []
-        for many in (0, 10**9):  # first by document ends, then by sample starts
+        for many in (0, 10**9):  # first with an index of document ends, and then with an index of sample starts
             patch.setattr(indices, "MANY_SAMPLES", many)
             parts = indices.gpt_index_parts(lengths, range(len(lengths)), plan, seq_length, seed)
             forms.append(indices.GPTIndex(*parts))
@@ -131,7 +132,7 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
 
 
 def test_positions_may_exceed_2_31_tokens():
-    """Five documents with 2**30 tokens each have more tokens than an int32 can represent."""
+    """Five documents with 2**30 tokens each have more tokens in total than an int32 can represent."""
     lengths = np.full(5, 2**30, np.int32)
     seq_length = 2**28
     plan = indices.plan_epochs(5 * 2**30, None, seq_length)

@@ -36,8 +36,8 @@ class Numbers:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_grow_and_steps_jump(workers):
-    """The test increases the batch size, jumps to other positions, and repeats a step. Each time, prefetching has
-    already read further samples."""
+    """The test increases the batch size, jumps to other positions, and repeats a step. In each case, samples have
+    already been prefetched that are no longer needed."""
     steps = [(0, 6), (6, 6), (12, 18), (30, 12), (60, 6), (66, 6), (66, 6), (10, 6)]
     with closing(DataIterator(Numbers(100), micro_batch_size=2, dp_rank=1, dp_size=3, num_workers=workers)) as iterator:
         for consumed, batch in steps:

@@ -1,4 +1,5 @@
-"""Datasets of a run: contents of samples, errors, document shares, and index files that processes share."""
+"""Tests of the datasets of a run: the contents of samples, errors, shares of documents, and index files that several
+processes use."""
 
 import json
 import os
@@ -129,7 +130,7 @@ def test_a_set_smaller_than_a_sample_is_repeated(tmp_path):
 
 
 def test_an_id_outside_the_vocabulary_is_detected_when_read(tmp_path):
-    """The invalid token id is too rare to be found by the check of a few samples at startup."""
+    """The invalid token id occurs so rarely that the check of a few samples at startup does not find it."""
     documents = [[1] * 400_000, [2] * 3, [-5], [1] * 400_000]
     prefix = write_documents(tmp_path / "x", documents, "<i4")
     train = build(data_path=(prefix,), seq_length=1000, sizes=(None, 0, 0), vocab_size=100).train
@@ -169,7 +170,7 @@ def test_index_files_are_reused_and_named_by_content(tmp_path):
     copy = write_documents(tmp_path / "copy", [[1] * 30])
     build(data_path=(copy,), data_cache_path=cache)
     assert len(files(cache)) == 8
-    # The name is the same but the data differ: the old index is not read.
+    # The dataset has the same name but different data, so the old index must not be used.
     write_documents(tmp_path / "copy", [[1] * 90])
     assert build(data_path=(copy,), data_cache_path=cache).train.text(3).tolist() == [1] * 17
 
@@ -183,7 +184,7 @@ def test_a_damaged_index_file_is_rebuilt(tmp_path, left):
 
 
 def raised(file):
-    """Return the content of a file with its first 16 index values increased by one."""
+    """Return the content of an index file in which the first 16 values are increased by one."""
     array = np.load(file, mmap_mode="r")
     changed = bytearray(file.read_bytes())
     changed[array.offset : array.offset + array[:16].nbytes] = (array[:16] + 1).astype(array.dtype).tobytes()
@@ -217,7 +218,7 @@ def test_a_changed_index_file_is_rebuilt(tmp_path, caplog, name, change):
 
 def test_many_samples_of_a_document_share_rows(tmp_path, monkeypatch):
     """A compact index gives the same samples as an index with one row per sample. The values that a resumed run
-    compares are also the same."""
+    compares with its checkpoint are also the same."""
     data = ("1", write_documents(tmp_path / "x", [list(range(n, n + 200)) for n in range(7)]))
     found = {}
     for many in (indices.MANY_SAMPLES, 10**9):
@@ -253,8 +254,8 @@ def test_indices_are_saved_with_the_data_by_default(tmp_path):
 
 @pytest.fixture
 def unwritable(tmp_path):
-    """Return a dataset prefix whose folder contains a file named cache. Because of this file, not even root can create
-    the folder cache."""
+    """Return a dataset prefix whose folder contains a file named `cache`. Because of this file, not even root can
+    create a folder with this name."""
     prefix = write_documents(tmp_path / "x", [[1] * 90])
     (tmp_path / "cache").write_text("")
     return prefix
@@ -312,8 +313,8 @@ def test_mock_data_are_the_same_everywhere_and_differ_by_sample_split_and_seed()
 
 @pytest.mark.parametrize(("vocab_size", "eod"), [(2, 1), (3, None), (257, 256), (50_000, 2), (None, None)])
 def test_mock_tokens_stay_in_the_vocabulary_and_can_be_learnt(vocab_size, eod):
-    """The most frequent successor of each token, counted in one half of the data, predicts most tokens of the other
-    half."""
+    """The most frequent successor of each token is counted in one half of the data, and predicts most tokens of the
+    other half."""
     train = build(
         mock_data=True, data_path=None, sizes=(200, 0, 0), seq_length=128, vocab_size=vocab_size, eod=eod
     ).train

@@ -1,6 +1,6 @@
-"""Tests of loading extensions, of flags that extensions define, and of error messages about faulty extensions.
+"""Tests of loading extensions, of flags that extensions register, and of error messages about faulty extensions.
 
-Registries are never emptied, so each case runs in a separate process, usually a fork.
+Registries cannot be emptied, so each test case runs in a separate process, usually a fork.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
     "plan of a device": (RAISES, f"{PLAN} --device h100", 6, "ValueError: deep"),
     "search": (NOPE, f"{PLAN} --device h100 --suggest", 6, LACKS_NOPE),
 }
-"""Cases of faulty extensions. Each case consists of the extension's source, the flags, and the line number and text of
-the only expected message."""
+"""Test cases of faulty extensions. Each case consists of the source code of the extension, the flags, and the line
+number and the text of the only expected message."""
 
 
 @pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())

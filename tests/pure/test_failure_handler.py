@@ -1,5 +1,5 @@
-"""A process that has begun to exit does exit, even if one of its shutdown steps hangs or fails. Also tests the advice
-in the failure report."""
+"""A failed process exits even if a step of its shutdown hangs or fails. The tests also check the advice in the failure
+report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILURE = Failure(1, "rank 1 of 2", "step 3", "an error", "its traceback", "corr
 
 
 class NoBoard:
-    """Replacement for an unavailable store. Each request only calls `answer`."""
+    """Replacement for a `Board` whose store is unavailable. Each request only calls `answer`."""
 
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer, self.peers = answer, dict[int, Any]()
@@ -61,8 +61,8 @@ def gone() -> None:
 
 
 def ended(folder: Path, answer: Callable[[], object], end: Callable[[FailureHandler], object]) -> str:
-    """Call `end` in a process whose store is unavailable, and return the output of the process. Asserts that the
-    process exits with code 1."""
+    """Call `end` in a process whose store is unavailable, assert that the process exits with code 1, and return the
+    output of the process."""
 
     def run() -> None:
         os.dup2(os.open(folder / "screen", os.O_WRONLY | os.O_CREAT), 2)
@@ -104,7 +104,7 @@ def test_a_second_thread_ends_a_hanging_process(tmp_path: Path, monkeypatch: pyt
         handler.unreachable(FAILURE, [1])
 
     assert ended(tmp_path, hang, end).count("RUN FAILED: rank 1 of 2\n") == 1
-    assert (tmp_path / "closed").exists()  # the second function ran even though the first function hangs
+    assert (tmp_path / "closed").exists()  # the second shutdown function was called even though the first one hangs
 
 
 @pytest.mark.parametrize("what", ["a report", "an error in it"])
@@ -156,7 +156,7 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     assert memory.endswith("then start the same command again within 10 minutes: it resumes from copies")
     assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
-    away = str(tmp_path / "away")  # the run saved to this folder, but the folder is now missing
+    away = str(tmp_path / "away")  # the run has saved to this folder, but the folder is now missing
     mount = f"mount or restore --save {away}, where this run saved iteration 5; then start the same command again"
     assert start_again(CheckpointConfig(save=away, load=away), saved=5) == mount
     assert start_again(CheckpointConfig(save=away), saved=5) == f"{mount} with --load {away}"
@@ -173,7 +173,8 @@ def test_an_out_of_memory_kill_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_disk() -> Iterator[tuple[BaseException, bool]]:
-    """Yield pairs of a disk error and a boolean that is True if the error is reported without a traceback."""
+    """Yield pairs of an error, and a boolean that is True if the error is a disk error, which is reported without a
+    traceback."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.npy")
     yield CheckpointError("checkpoint of iteration 4 was not saved"), True
     yield full, True
@@ -192,7 +193,7 @@ def test_a_full_disk_is_reported_in_one_sentence(error: BaseException, told: boo
 
 @contextmanager
 def no_more_files() -> Iterator[int]:
-    """Prevent this process from opening more files within the context. Yields its limit."""
+    """Context manager that prevents this process from opening more files, and yields the limit on open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
     held = [os.open(os.devnull, os.O_RDONLY)]
@@ -209,7 +210,8 @@ def no_more_files() -> Iterator[int]:
 
 
 def test_a_limit_of_open_files_is_named_as_the_cause(tmp_path: Path) -> None:
-    """The report names the cause, whether Python, a library, or a resulting error of this program reports it."""
+    """The failure report names the cause, no matter whether the error was raised by Python, by a library, or by this
+    program as a consequence."""
     options, stacks = CheckpointConfig(save=str(tmp_path)), StackDump()
     stacks.open(tmp_path / "stacks", 0)
     errors: list[BaseException] = []
@@ -231,11 +233,11 @@ def test_a_limit_of_open_files_is_named_as_the_cause(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.CaptureFixture[str]) -> None:
-    """Without the kill, Python would wait for the daemon forever. A forked process does not end the daemons of its
+    """If the daemon were not killed, Python would wait for it forever. A forked process does not end the daemons of its
     parent."""
 
     def run() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the handler of an earlier test
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process inherits the handler of an earlier test
         fork = mp.get_context("fork")
         deaf = fork.Event()
 
@@ -267,7 +269,7 @@ def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.Capt
 
 
 def test_children_of_a_failed_process_are_killed(tmp_path: Path) -> None:
-    """The killed processes include a child that ignores SIGTERM, but not a child with its own session."""
+    """A child that ignores SIGTERM is killed, but a child with its own session is not."""
 
     def run() -> None:
         stubborn = (

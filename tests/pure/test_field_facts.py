@@ -1,5 +1,5 @@
-"""Facts that fields state about other flags (`no_effect_without`, `off_without`, `needs`, `excludes`), and bounds of
-numbers: the tests violate and then satisfy each fact."""
+"""Tests of the facts that configuration fields state about other flags (`no_effect_without`, `off_without`, `needs`,
+`excludes`), and of the bounds of numbers. The tests first violate and then satisfy each fact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OFF = [(f, c) for f in all_flags() for c in f.spec.off_without]
 NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs if f.field not in ("apply_layernorm_1p", "norm_parameters")]
 EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes if c.parts[0].split()[0] in spelling_table()]
 FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
-"""Conditions that are declared as free text because they depend on several flags or on the device."""
+"""Conditions that are declared as free text, because they depend on several flags or on the device."""
 
 BROKEN_BY = {
     "GPUs": "--cpu",
@@ -37,17 +37,18 @@ BROKEN_BY = {
     "--moe-router-topk above 1": "--moe-router-score-function sigmoid --moe-router-topk 1",
     "--eval-iters above 0": "--eval-iters 0",
 }
-"""Maps each condition that is true by default to flags that violate the condition."""
+"""Dictionary that maps each condition that is satisfied by default to flags that violate the condition."""
 
 
 def given(flag: Flag) -> str:
-    """Return command-line text that sets the flag to a value other than its default."""
+    """Return command-line text that sets the flag to a value that differs from its default."""
     other = [choice for choice in flag.spec.choices or () if flag.default not in (choice, (choice,))]
     return flag.name if flag.kind is bool else f"{flag.name} {other[0] if other else SAMPLES[flag.kind]}"
 
 
 def asked(condition: Condition) -> str:
-    """Return flags that satisfy a condition. If the condition has alternatives, satisfy the first one."""
+    """Return flags that satisfy a condition. If the condition has alternatives, the flags satisfy the first
+    alternative."""
     name, *rest = condition.parts[0].split(" or ")[0].split()
     if name == "--rope-type":
         return "--rope-type yarn --position-embedding-type rope"
@@ -75,7 +76,7 @@ def ids(pairs: list[tuple[Flag, Condition]]) -> list[str]:
 def test_flags_without_effect_are_reported(flag: Flag, condition: Condition) -> None:
     needed = condition.parts[0]
     broken = BROKEN_BY.get(needed, "")
-    # the condition names the flag itself (as for --num-experts), so setting the flag satisfies the condition
+    # the condition names the flag itself (as for --num-experts), so setting the flag satisfies its own condition
     if flag.name in needed:
         assert not lines(flag)
     else:
@@ -127,7 +128,8 @@ def test_excluded_combinations_are_reported(flag: Flag, condition: Condition) ->
 
 
 def edges(flag: Flag) -> Iterator[tuple[float, bool]]:
-    """Yield (number, True if valid) for numbers on both sides of each flag's bounds."""
+    """Yield numbers on both sides of the bounds of a flag. Each number is yielded with a boolean that is True if the
+    number is valid."""
     spec, step = flag.spec, 1 if flag.kind is int else 1e-6
     if not spec.bounded and flag.section not in EXTENSION_SECTIONS:
         spec = FlagSpec(at_least=0) if flag.default == 0 else FlagSpec(above=0)
@@ -151,7 +153,7 @@ def test_bounds_are_enforced(flag: Flag, value: float, is_legal: bool) -> None:
     text = f"{value:.10g}" if flag.kind is float else str(int(value))
     try:
         found = [str(p) for p in single_values(config_of(f"{flag.name} {text}")) if p.flag == flag.name]
-    except ValueError as error:  # a flag that accepts a number or a word is checked by the parser
+    except ValueError as error:  # the parser already checks flags that accept either a number or a word
         found = str(error).splitlines()
     assert bool(found) != is_legal, found
     assert is_legal or (found[0].startswith(f"{flag.name} ") and ": must " in found[0] and "; " in found[0])

@@ -1,5 +1,5 @@
-"""Tests of file storage: URL paths, the operations that are derived from the five methods of a storage, and the local
-disk."""
+"""Tests of file storage: paths that are URLs, the operations that are derived from the five methods of a storage, and
+the local disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.file_storage import (
 
 
 class Objects(Storage):
-    """Storage that keeps files in a dictionary. The first `cut` writes and removals succeed, and all later ones
-    fail."""
+    """Storage that keeps files in a dictionary. The first `cut` writes and removals succeed, and all further writes and
+    removals fail."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -66,7 +66,7 @@ ROOT_URL = located("tested://bucket/run")
 
 @pytest.fixture
 def objects() -> Objects:
-    """Empty the storage of tested://, and return it."""
+    """Return the storage for tested:// URLs, after deleting its files."""
     found = storage_of(ROOT_URL)
     assert isinstance(found, Objects)
     found.content, found.reads, found.cut = {}, [], 1 << 30

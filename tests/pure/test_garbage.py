@@ -1,4 +1,4 @@
-"""With --manual-gc, garbage is only collected at the given interval."""
+"""With --manual-gc, garbage is collected only at the given interval."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_without_the_flag_thresholds_trigger_collections(resources: ExitStack) -
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.main(['--help'])", "tools.common.run_tool(lambda: 0)"])
 def test_a_program_exits_without_a_final_collection(program: str) -> None:
-    """At exit, a final collection would take seconds because torch is imported, and a preempted job has only half a
-    minute."""
+    """A final garbage collection at exit would take seconds, because torch is imported, and a preempted job has only
+    half a minute."""
     last = "atexit.register(lambda: print('skipped:', gc.get_freeze_count() > 0))"
     shown = python_apart("-c", f"import atexit, gc; {last}; import pretrain_gpt, tools.common; {program}", code=0)
     assert shown.stdout.splitlines()[-1] == "skipped: True"

@@ -1,4 +1,4 @@
-"""GPTModel as a plain module in one process."""
+"""Tests of GPTModel as an ordinary module in one process."""
 
 from __future__ import annotations
 

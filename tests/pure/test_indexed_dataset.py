@@ -98,7 +98,7 @@ def test_a_failed_open_leaves_no_file(tmp_path, monkeypatch):
 
 
 def test_offsets_may_exceed_2_31_bytes(tmp_path):
-    """A sparse file of 10 GB needs offsets of more than 32 bits for writing and reading."""
+    """Writing and reading a sparse file of 10 GB requires offsets of more than 32 bits."""
     length, count = 2**29, 5
     builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4"))
     builder._data.truncate(4 * (length * count - 1))
@@ -177,7 +177,8 @@ def test_verify_finds_a_wrong_offset(tmp_path):
     ],
 )
 def test_an_index_is_checked_at_every_start(tmp_path, place, format, value, message):
-    """A damaged .idx file is detected even if an earlier run has cached the indices that are built from the file."""
+    """A damaged .idx file is detected even if an earlier run has cached the sample indices that were built from the
+    file."""
     prefix = write_documents(tmp_path / "x", DOCUMENTS)
     config = DatasetConfig(data_path=(prefix,), split="1,0,0")
     rest = {"seq_length": 2, "seed": 0, "sizes": (1, 0, 0), "eod": None, "vocab_size": None}

@@ -1,17 +1,18 @@
-"""Parity matrix: valid combinations of parallelisms and features, each compared with one process in fp64.
+"""Parity matrix: valid combinations of parallelisms and features. The results of each combination are compared with a
+one-process run in fp64.
 
 The combinations in `design.txt` run on 1 to 8 ranks and cover all valid pairs of choices. `NAMED` adds combinations
-that failed in published frameworks. Initial weights must be bit-identical to those of one process. The loss, every
-gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused regions are
-the regions of --compile; the matrix runs them uncompiled: tests/pure/test_regions.py compares them with their compiled
-form.
+that failed in published frameworks. The initial weights must be bit-identical to the initial weights of the one-process
+run. The loss, every gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding.
+The choice of fused regions uses the regions of --compile without compiling them. tests/pure/test_regions.py compares
+the compiled regions with the uncompiled regions.
 
-    python -m tests.parity.matrix             the whole matrix, one line per combination, and a summary
-    python -m tests.parity.matrix --list      what it would run
-    python -m tests.parity.matrix --design    rewrites the design after a new choice or rule (minutes)
-    python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    those with one of these choices
+    python -m tests.parity.matrix             run the whole matrix; print one line per combination, and a summary
+    python -m tests.parity.matrix --list      list the combinations without running them
+    python -m tests.parity.matrix --design    update `design.txt` after adding a choice or a rule (takes minutes)
+    python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    run those with such choices
 
-CI runs a part of the matrix; see test_matrix.py.
+CI runs a part of the matrix (see test_matrix.py).
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
 
 HOST_CHUNK = 2048
-"""Number of offloaded state elements that are updated at a time. The number is small, so that each update consists of
-several chunks."""
+"""Number of elements of offloaded optimizer states that are updated at a time. The number is small, so that each update
+consists of several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
-"""Fraction of tokens that are the last token of a document, for combinations with packed documents."""
+"""Fraction of tokens that end a document, in combinations with packed documents."""
 
 
 def whole_matrix() -> list[Combination]:
-    """Return the combinations that have a name, followed by the combinations of the covering design."""
+    """Return the combinations in `NAMED`, followed by the combinations of the covering design."""
     return list(dict.fromkeys([*NAMED.values(), *pairwise()]))
 
 
@@ -58,7 +59,7 @@ def every_choice() -> list[Combination]:
 
 
 def covering(combinations: Sequence[Combination]) -> list[Combination]:
-    """Return a subset of the combinations in which every choice of the combinations still occurs."""
+    """Return a subset of the combinations that contains every choice that the combinations contain."""
     found, missing = list[Combination](), {each for c in combinations for each in c.items}
     while missing:
         found.append(max(combinations, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
@@ -67,8 +68,8 @@ def covering(combinations: Sequence[Combination]) -> list[Combination]:
 
 
 def many_pairs(count: int) -> list[Combination]:
-    """Return `count` additional combinations. Combinations that add many new pairs of choices relative to their world
-    size come first."""
+    """Return `count` combinations in addition to `every_choice`. Combinations that add many new pairs of choices are
+    preferred, and so are combinations with few ranks."""
     choices = [(name, choice) for name, options in FACTORS.items() for choice in options]
     first, second = np.triu_indices(len(FACTORS), 1)
     numbers = np.array([[choices.index(item) for item in zip(FACTORS, c.choices, strict=True)] for c in pairwise()])
@@ -83,7 +84,7 @@ def many_pairs(count: int) -> list[Combination]:
 
 
 NOISE = 1e8
-"""SOAP's threshold for eigenvalues, as a multiple of the rounding error of the largest eigenvalue.
+"""Threshold below which SOAP ignores eigenvalues, as a multiple of the rounding error of the largest eigenvalue.
 
 SOAP's steps are equally large along all eigenvectors. Rounding changes the eigenvectors of eigenvalues below the
 threshold by more than 1e-8. At a threshold of 1e7, rounding the gradients of a single process differently changed a
@@ -91,8 +92,8 @@ gradient of the third step by 7e-10.
 """
 
 NOT_UNIQUE = frozenset({"left_basis", "right_basis", "rotated_avg", "rotated_avg_sq"})
-"""SOAP states that are not compared, because the signs of basis vectors are arbitrary. Errors of these states show in
-the weights of the next step."""
+"""SOAP states that are not compared, because the signs of basis vectors are arbitrary. Errors in these states would
+change the weights in the next step."""
 
 _plain_sample = mock_data.MockGPTDataset.__getitem__
 
@@ -116,8 +117,8 @@ def _counting_on_the_device(kind: Any) -> Any:
 
 @contextmanager
 def settings(combination: Combination) -> Iterator[None]:
-    """Apply the settings of a combination that no flag sets: sizes, data, and row counts that stay on the device as on
-    a GPU."""
+    """Apply the settings of a combination that cannot be set with flags: sizes, data, and whether row counts stay on
+    the device as on a GPU."""
     patches: list[tuple[Any, str, Any]] = [
         (compiled_regions, "_compiled", lambda function, static: function),
         (mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
@@ -142,9 +143,9 @@ def settings(combination: Combination) -> Iterator[None]:
 
 
 def steps_of(combination: Combination) -> tuple[int, int]:
-    """Return (number of steps, number of unrecorded steps). The results of a recorded step are read before the next
-    step begins."""
-    if combination["update"] == "two versions":  # The passes of the second and third step begin in the preceding step.
+    """Return the number of steps, and the number of steps whose results are not recorded. The results of a recorded
+    step are read before the next step begins."""
+    if combination["update"] == "two versions":  # passes of steps 2 and 3 start in the preceding step
         return 4, 3
     # The first update only prepares the second update, which computes the bases that the third update uses.
     if combination["update"] == "soap":
@@ -160,16 +161,17 @@ def reference(alone: Combination, more: tuple[str, ...]) -> Snapshot:
 
 
 def difference(combination: Combination) -> str | None:
-    """Compare the results of a combination with those of one process, and describe the difference. Return None if there
-    is none."""
+    """Compare the results of a combination with a one-process run, and return a description of the difference, or None
+    if there is no difference."""
     return compared(combination)[0]
 
 
 def compared(
     combination: Combination, more: tuple[str, ...] = (), train: Callable[..., Snapshot] = train_in_world
 ) -> tuple[str | None, float]:
-    """Return (difference from one process or None, largest relative error of any tensor). `more` contains additional
-    flags for both runs. The function `train` runs the combination."""
+    """Return the difference between a combination and a one-process run (None if there is no difference), and the
+    largest relative error of any tensor. `more` contains additional flags for both runs. `train` is the function that
+    runs the combination."""
     with settings(combination):
         steps, unseen = steps_of(combination)
         snapshot = train(combination.world_size, [*combination.argv, *more], steps - unseen, unseen=unseen)

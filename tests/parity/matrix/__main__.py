@@ -1,4 +1,4 @@
-"""Run the matrix, one line per combination."""
+"""Run the parity matrix, and print one line per combination."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ COMMON = (
 TABLE = yaml.safe_load(Path(__file__).with_name("factors.yaml").read_text(encoding="utf-8"))
 MODEL_FACTORS: dict[str, dict[str, str]] = TABLE["model"]
 LAYOUT_FACTORS: dict[str, dict[str, str]] = TABLE["layout"]
-"""Maps each choice of a factor to the flags that it adds to the command line."""
+"""Dictionary that maps each factor to its choices, and each choice to the flags that the choice adds to the command
+line."""
 
 REGISTRIES: dict[str, Container[str]] = {
     "--activation-func": ACTIVATIONS,
@@ -39,12 +40,12 @@ REGISTRIES: dict[str, Container[str]] = {
 }
 """Flags whose values name components that an extension may register."""
 
-load()  # this module looks up flags and components of extensions
+load()  # this module reads flags and components that extensions register
 
 
 def _is_there(choice: str) -> bool:
-    """Return True if a choice exists. A choice does not exist if one of its flags or recomputed modules belongs to a
-    deleted extension."""
+    """Return True if a choice is available. A choice is not available if one of its flags, components or recomputed
+    modules belongs to an extension that has been deleted."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
     gone |= any(flag in REGISTRIES and name not in REGISTRIES[flag] for flag, name in pairwise(words))
@@ -57,19 +58,19 @@ for _options in (*MODEL_FACTORS.values(), *LAYOUT_FACTORS.values()):
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
 FIRST = {name: next(iter(options)) for name, options in FACTORS.items()}
 OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "row counts", "routing", "balancing")
-"""Names of the matrix factors that only apply to models with experts."""
+"""Names of the factors that apply only to models with experts."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Combination of one choice per factor, in the order of `FACTORS`."""
+    """One choice for each factor, in the order of `FACTORS`."""
 
     choices: tuple[str, ...]
 
     @classmethod
     def of(cls, **changed: str) -> Combination:
-        """Return a combination with the given choices. Underscores in factor names stand for spaces. All other factors
-        have their first choice."""
+        """Return a combination with the given choices. Use underscores instead of spaces in the names of factors. All
+        other factors have their first choice."""
         named = {name.replace("_", " "): choice for name, choice in changed.items()}
         assert named.keys() <= FACTORS.keys(), named
         return cls(tuple(named.get(name, first) for name, first in FIRST.items()))
@@ -81,7 +82,7 @@ class Combination:
 
     @property
     def is_there(self) -> bool:
-        """True if all choices of the combination exist. Choices that a deleted extension provides do not exist."""
+        """True if all choices of the combination are available. Choices of deleted extensions are not available."""
         return all(choice in options for choice, options in zip(self.choices, FACTORS.values(), strict=True))
 
     @property

@@ -24,10 +24,10 @@ DESIGN = Path(__file__).with_name("design.txt")
 SEPARATOR = " without "
 
 SIZES = ("world", "tp", "pp", "cp", "ep", "etp", "schedule", "optimizer", "batch", "mlp", "style", "heads")
-"""Factors on which most validation rules depend."""
+"""Names of the factors on which most validation rules depend."""
 
 RUNNING_LOADS = ("batch", "two losses", "forced")
-"""Load-balancing choices whose losses depend on earlier samples of the batch."""
+"""Choices of the factor "balancing" whose losses depend on earlier samples of the batch."""
 
 Choice = tuple[str, str]
 Pair = tuple[Choice, Choice]
@@ -35,11 +35,11 @@ Pair = tuple[Choice, Choice]
 
 @cache
 def faults(combination: Combination) -> int:
-    """Return the number of faults of a combination. The faults are the findings of validation, including flags without
-    effect, and choices that make the combination a duplicate of another one."""
+    """Return the number of faults of a combination. A fault is a finding of validation, such as an error or a flag
+    without effect, or a choice that makes the combination equivalent to another combination."""
     found = findings(parse_args(combination.argv), combination.world_size)
     said = sum("has a bubble" not in each.rule for each in found)
-    if combination["update"] == "two versions":  # this choice implies its own schedule
+    if combination["update"] == "two versions":  # this choice implies a schedule of its own
         said += combination["schedule"] != FIRST["schedule"]
     if combination["cp"] == "2by work":  # this choice reorders samples, which changes running expert loads
         said += combination["balancing"] in RUNNING_LOADS
@@ -59,7 +59,7 @@ def all_pairs() -> Iterator[Pair]:
 
 @cache
 def pairwise() -> tuple[Combination, ...]:
-    """Return the combinations listed in `design.txt`, without those that contain a choice that does not exist."""
+    """Return the combinations in `design.txt`, except combinations with a choice that is not available."""
     lines = DESIGN.read_text(encoding="utf-8").splitlines()
     found = (Combination.read(line) for line in lines if SEPARATOR not in line)
     return tuple(combination for combination in found if combination.is_there)
@@ -73,9 +73,9 @@ def illegal_pairs() -> set[Pair]:
 
 
 def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
-    """Search for a valid combination that contains `pair`, and return it, or None if there is none. The search starts
-    from a known combination that contains one choice of the pair. The search then adopts choices of combinations that
-    contain the other choice, and random choices, as long as they add no faults."""
+    """Search for a valid combination that contains `pair`, and return the combination, or None if the search finds
+    none. The search starts from a known combination that contains one choice of the pair. It then tries choices of
+    combinations that contain the other choice, and random choices, and keeps the ones that add no faults."""
     with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
     free = [name for name in FACTORS if name not in dict(pair)]
     sizes = [name for name in free if name in SIZES]
@@ -94,9 +94,9 @@ def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: in
 
 
 def write_design(seed: int = 0) -> None:
-    """Write the design. Existing combinations that are still valid are kept, and so are the pairs that are listed as
-    mutually exclusive. Add a combination for each missing pair, and let the new combination cover as many other missing
-    pairs as possible."""
+    """Write `design.txt`. Keep existing combinations that are still valid, and the pairs that are listed as mutually
+    exclusive. Add a combination for each missing pair. Each new combination covers as many other missing pairs as
+    possible."""
     random, illegal = Random(seed), illegal_pairs()
     chosen = [combination for combination in pairwise() if not faults(combination)]
     known = [c for c in (Combination.of(), *NAMED.values()) if not faults(c)]
