@@ -54,7 +54,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class _Event:
-    """A `goodput` event."""
+    """A `goodput` event, as read from `run_events.jsonl`."""
 
     iteration: int
     began: float

@@ -209,7 +209,7 @@ class Auditor:
         self.terms = [(replica, Piece.read(values)) for replica, values in kept["terms"]]
 
     def judge(self, snapshot: Path) -> Result:
-        """Compare the step that a snapshot describes with its recomputation."""
+        """Compare a step with its recomputation. `snapshot` is a folder with the weights and samples of the step."""
         job = json.loads((snapshot / JOB).read_text())
         step, by_layout = Step(**job["step"]), job["means"] == "layout"
         terms: dict[str, Gaps] = {}
@@ -291,7 +291,7 @@ def main(folder: Path) -> None:
 
 
 def forget(snapshot: Path) -> None:
-    """Delete a processed snapshot."""
+    """Delete the folder of a snapshot that has been processed."""
     shutil.rmtree(snapshot, ignore_errors=True)
 
 

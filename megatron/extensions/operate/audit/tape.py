@@ -77,7 +77,7 @@ class Tape:
         self._count = 0
 
     def add(self, kind: str, label: str, value: Tensor, key: str = "") -> None:
-        """Record a tensor."""
+        """Add the sketch of a tensor to the tape."""
         self.entries.append(Entry(kind, label, key))
         self.sketches.append(sketch_of(value))
 

@@ -82,7 +82,8 @@ DELETED = 200
 """Maximum number of old store keys that are deleted in one call."""
 
 KINDS = ("again", "decides", "start", "here", "offer")
-"""Prefixes of the store keys that contain the number of a start, such as `again` in `again/N`."""
+"""Prefixes of the store keys that belong to one start (launch) of the ranks. Each of these keys contains the number of
+the start, as in `again/N`."""
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ PUBLISHED = "published.txt"
 ATTEMPT = "attempt-"
 CLAIMS = 3
 """Maximum number of times that a process tries to begin an attempt. An attempt cannot begin if another process changes
-`PUBLISHED` at the same time."""
+the object `PUBLISHED` of the checkpoint at the same time."""
 
 CHECKPOINT = re.compile(r"iter_\d+")
 """Pattern that matches the names of checkpoint folders. Only these folders contain attempts."""
@@ -44,8 +44,8 @@ class Begun(NamedTuple):
 
     folder: PurePath
     mark: bytes
-    """Content of the object `PUBLISHED` since this attempt began. The attempt is published only if the content is still
-    the same."""
+    """Content of the checkpoint's object `PUBLISHED` (`published.txt`) since this attempt began. The attempt is
+    published only if the content is still the same."""
 
 
 class AttemptStorage(FsspecStorage):

@@ -1,11 +1,11 @@
-"""Cache for blocks of stored files on the local disk. All processes of a host share this cache. This module does not
-import torch.
+"""Cache on the local disk for blocks of files in object storage. All processes of a host share this cache. This module
+does not import torch.
 
-A cache file contains one block of a stored file and a checksum. If the checksum shows that the block was damaged, for
-example by a power cut, the block is fetched again. The name of a cache file's folder contains a hash that identifies
-the content of the stored file. Each block has a lock, so that only one process at a time fetches the block. A separate
-lock protects the total size of all blocks. The least recently used blocks are deleted before the total size exceeds the
-limit. If the disk is full, blocks are not cached.
+A cache file contains one block of a file in object storage, and a checksum. If the checksum shows that the block was
+damaged, for example by a power cut, the block is fetched again. The name of a cache file's folder contains a hash that
+identifies the content of the original file. Each block has a lock, so that only one process at a time fetches the
+block. A separate lock protects the total size of all blocks. The least recently used blocks are deleted before the
+total size exceeds the limit. If the disk is full, blocks are not cached.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHECKSUM = 4
 
 
 class Stored(NamedTuple):
-    """Stored file whose content is assumed not to change."""
+    """File in object storage. Its content is assumed not to change."""
 
     name: str
     identity: str
@@ -134,8 +134,8 @@ class BlockCache:
         return self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
 
     def whole(self, stored: Stored) -> Path:
-        """Return a local copy of a whole file. The copy is never deleted automatically, and does not count toward the
-        size limit of the cache."""
+        """Return the path of a local copy of a whole file. The copy is never deleted automatically, and does not count
+        toward the size limit of the cache."""
         path = self.folder / "whole" / stored.key
         with self._locked(f"whole-{stored.key}"):
             if not path.exists() or path.stat().st_size != stored.size:

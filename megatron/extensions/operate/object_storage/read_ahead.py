@@ -37,7 +37,7 @@ MOST_STEPS = 256
 
 
 class Block(NamedTuple):
-    """Block of a stored file, identified by the file and the number of the block."""
+    """Block of a file in object storage, identified by the file and the number of the block."""
 
     stored: Stored
     number: int

@@ -88,7 +88,7 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Destinations of the copies of this generation: a folder on this host, and the holder processes of all hosts."""
+    """Destinations of this rank's copies: a folder on this host, and the holder processes of all hosts."""
 
     folder: Path
     """Folder of the run's copies on this host."""

@@ -100,8 +100,8 @@ def read_header(data: Path) -> dict[str, Any]:
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a pair (data file, header) for each complete copy in the folder of a generation. Each copy contains one
-    part of the training state."""
+    """Yield a pair (data file, header) for each complete copy in the folder `generation`, which contains the copies
+    that were made after one start of the ranks. Each copy contains one part of the training state."""
     for path in sorted(generation.glob("*.[01].json")):
         data = path.with_suffix("")
         with suppress(OSError, ValueError):

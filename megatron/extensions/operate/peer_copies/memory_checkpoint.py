@@ -29,7 +29,8 @@ class CopyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """Content of the header file of a part: its tensor shards, their checksums and the metadata of the checkpoint."""
+    """Content of the header file of a copy: the tensor shards in the copied part of the training state, the checksums
+    of these shards, and the metadata of the checkpoint."""
 
     entries: tuple[Entry, ...]
     sums: tuple[int, ...]

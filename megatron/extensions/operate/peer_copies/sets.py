@@ -30,9 +30,9 @@ class Copy:
     """Name of the file that contains the bytes of the part. The file is in the folder of `generation`."""
 
     number: int = 0
-    """Number of steps that were copied in the generation, up to and including this copy. The number distinguishes
-    copies of the same iteration: a run that returns to an earlier step copies later iterations a second time, with
-    different content."""
+    """Number of steps that were copied since the ranks were started, up to and including this copy. The number
+    distinguishes copies of the same iteration: a run that returns to an earlier step copies later iterations a second
+    time, with different content."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Inventory:
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
-    """Maps each generation to the names of all parts that the training state consists of."""
+    """Maps each generation (the copies that were made after one start of the ranks) to the names of all parts of the
+    training state."""
 
     identities: Mapping[str, str] = field(default_factory=dict)
     """Maps each generation to the content that SAVE/peer_copies_id had when the copies of the generation were made."""
@@ -99,8 +100,9 @@ def inventory(folder: Path, host: str) -> Inventory:
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """Return the steps for which each part of the training state has a copy on some host, newest first. Steps of a
-    later generation are newer; within a generation, steps with a higher `Copy.number` are newer."""
+    """Return the steps for which each part of the training state has a copy on some host, newest first. Steps that were
+    copied after a later start of the ranks (`Copy.generation`) are newer. Among the steps that were copied after the
+    same start, steps with a higher `Copy.number` are newer."""
     found: dict[tuple[str, int, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:

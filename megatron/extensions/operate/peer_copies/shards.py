@@ -117,7 +117,8 @@ def _boxes_text(tensors: StateDict, key: str) -> str:
 
 
 def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
-    """Return an entry for each tensor shard of a part, with the byte offset of the shard in the file of the part."""
+    """Return an entry for each tensor shard in `stored`. The entry contains the byte offset of the shard in the file of
+    this part of the training state."""
     entries, at = list[Entry](), 0
     for key in stored.keys:
         for offset, data in boxes_of(tensors, key).items():

@@ -46,7 +46,8 @@ SLACK = 4 * BEAT
 timeout, this process also reports hosts whose silence is shorter by at most this number of seconds."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""States of a host for which `Links.findings` returns a duration in seconds per host."""
+"""States of another host. For each of these states, `Links.findings` returns a dict that maps hosts to the number of
+seconds that the state has lasted."""
 
 FULL_MESH = 16
 """Maximum number of hosts for which each host watches all other hosts."""

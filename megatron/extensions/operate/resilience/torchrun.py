@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
     """Return a function that calls `call` with a time limit. The returned function raises RendezvousConnectionError if
-    `call` does not return within `seconds`. While an earlier call has not returned, the function raises this error
+    `call` does not return within `seconds`. If an earlier call is still running, the function raises this error
     immediately."""
     hanging = list[threading.Thread]()
 
