@@ -1,1 +1,1 @@
-"""Techniques that reduce device memory: states, weights and activations in host memory."""
+"""Techniques that save device memory by keeping optimizer states, weights and activations in host memory."""

@@ -1,5 +1,5 @@
-"""Offloading of optimizer states, weights and saved activations to host memory.
+"""Offload optimizer states, weights and saved activations to host memory.
 
-The main flags are `--optimizer-cpu-offload`, `--cpu-offloading` and `--offload-weights`. Read `host_update.py` first
-for states, `saved_activations.py` for activations, and `streamed_units.py` for weights.
+The main flags are `--optimizer-cpu-offload`, `--cpu-offloading` and `--offload-weights`. Read `host_update.py` for
+optimizer states, `saved_activations.py` for activations, and `streamed_units.py` for weights.
 """

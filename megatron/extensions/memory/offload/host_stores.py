@@ -27,7 +27,7 @@ class HostStores:
         Args:
             config: Optimizer configuration.
             shards: Shards whose states are in host memory.
-            chains: Update of each shard.
+            chains: Optimizer update of each shard, in the order of `shards`.
             threads: Number of CPU threads for the update. None uses torch's default.
         """
         return HostUpdate(config, shards, chains, threads)

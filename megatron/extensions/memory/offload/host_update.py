@@ -75,8 +75,8 @@ class CopyQueue:
 
 
 class Slots:
-    """Host buffers (slots), which successive chunks use in turn. Each buffer is a tensor [elements]. An event for each
-    buffer marks the end of the last copy from or to it."""
+    """Host buffers (slots), which successive chunks of gradients or parameters use in turn. Each buffer is a tensor
+    [elements]. An event for each buffer marks the end of the last copy from or to it."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]
@@ -102,7 +102,7 @@ class Slots:
 
 
 class HostUpdate:
-    """Update of the shards whose states are in host memory. Entry i of `chains` updates entry i of `shards`."""
+    """Optimizer update of the shards whose states are in host memory. `chains[i]` is the update of `shards[i]`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class HostUpdate:
         Args:
             config: Optimizer configuration.
             shards: Optimizer shards that keep their states in host memory.
-            chains: Update of each shard.
+            chains: Optimizer update of each shard, in the order of `shards`.
             threads: Number of CPU threads for the update. None uses torch's default.
         """
         options = config.options(HostStateFlags)

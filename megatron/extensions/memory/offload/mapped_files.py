@@ -1,4 +1,4 @@
-"""Weights, gradients and states in memory-mapped files (--offload-weights-folder).
+"""Keep weights, gradients and optimizer states in memory-mapped files (--offload-weights-folder).
 
 Host memory then acts as a cache for the disk: the operating system reads and writes pages as they are used. A file is
 unlinked as soon as it is mapped. The disk space is therefore freed even if the run crashes. Space is reserved when a
@@ -42,7 +42,8 @@ class MappedFiles:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in a new file. Raises ValueError if the disk does not have enough space."""
+        """Return a tensor of zeros that is stored in a new memory-mapped file. Raises ValueError if the disk does not
+        have enough space."""
         if not (nbytes := numel * dtype.itemsize):
             return torch.zeros(0, dtype=dtype)
         descriptor, name = tempfile.mkstemp(prefix=".weights-", dir=self.folder)

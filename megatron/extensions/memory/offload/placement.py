@@ -23,9 +23,9 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
 
     Together, the ranges contain the fraction `config.host_fraction` of all elements, rounded to a multiple of
     `ALIGNMENT`. The states of the first buckets in `owned` are placed in host memory. `owned` lists buckets in the
-    order in which the backward pass completes them. Therefore, the last buckets, which contain the parameters that the
-    next forward pass needs first, are updated on the device. At most one bucket is split, with some of its states on
-    the device and the others on the host."""
+    order in which the backward pass completes their gradients. Therefore, the last buckets, which contain the
+    parameters that the next forward pass needs first, are updated on the device. At most one bucket is split, with some
+    of its states on the device and the others on the host."""
     left = round(config.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
     found = {}
     for place, numel in owned.items():

@@ -108,8 +108,8 @@ class ActivationOffload:
         return self.pool
 
     def begin(self, x: Tensor, shared: object) -> OffloadedPass:
-        """Begin the forward pass of one micro-batch through a stage; x is the input of the stage. Tensors in `shared`,
-        which is an object or a mapping, stay on the device."""
+        """Begin the forward pass of one micro-batch through a stage, whose input is x. All tensors that the object or
+        mapping `shared` contains stay on the device."""
         stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
             stays.add(storage_id(x))
@@ -143,8 +143,8 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the forward pass of a part of the stage, which creates its `Part`. On exit, the context
-        manager frees the device tensors that the previous part saved."""
+        """Context manager for the forward pass of one part of the stage. It creates a `Part` object if the part is
+        offloaded. On exit, the context manager frees the device tensors that the previous part saved."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -262,8 +262,8 @@ class _Moved:
         self.host = None
 
     def fetched(self) -> Tensor:
-        """Return the storage on the device, uint8 [bytes]. Kernels that are launched after this call may use the
-        storage."""
+        """Return the storage on the device as a uint8 tensor [bytes]. Kernels that are launched after this call may use
+        the storage."""
         if self.original is not None:
             return self.original
         self.fetch()

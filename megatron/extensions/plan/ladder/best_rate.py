@@ -1,4 +1,4 @@
-"""Find the best learning rate of each swept model size, and extrapolate to a larger size.
+"""Find the best learning rate of each swept model size, and extrapolate the rate to a larger size.
 
 This module does not import torch."""
 

@@ -27,7 +27,7 @@ class Expected:
     high: float
 
     def between(self, later: Expected, tokens: float) -> Expected:
-        """Interpolate between this prediction and a later one, linearly in the logarithm of the tokens."""
+        """Interpolate between this prediction and a later one, linearly in the logarithm of the token count."""
         share = math.log(tokens / self.tokens) / math.log(later.tokens / self.tokens)
         values = ((getattr(self, name), getattr(later, name)) for name in ("loss", "low", "high"))
         return Expected(tokens, *(one + share * (two - one) for one, two in values))

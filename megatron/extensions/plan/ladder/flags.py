@@ -1,4 +1,4 @@
-"""Flag that compares a run with a ladder's prediction. This module does not import torch."""
+"""Register the flag that compares a run with a ladder's prediction. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scaling laws for losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
+"""Scaling laws for losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. This module
+requires SciPy.
 
 As in the paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. If all runs
 have the same ratio of tokens to parameters, their losses cannot determine A and B separately. In this case, the fitted
@@ -113,8 +114,8 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     not installed.
 
     Args:
-        start: Law whose constants the fit starts from. Pass it for losses that differ from the predictions of this law
-            only by noise. By default, the fit is repeated from many starting points.
+        start: Law whose constants the fit starts from. Pass a law if the losses differ from its predictions only by
+            noise. By default, the fit is repeated from many starting points.
     """
     try:
         from scipy.optimize import least_squares

@@ -80,9 +80,9 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
-    """Select one finished run per size for the law, smallest compute first. If all sizes sweep the same learning rates,
-    the run with the lowest loss is selected. Otherwise, the run whose learning rate is the target's `rate` is selected,
-    so that all sizes are tuned alike."""
+    """Select the finished runs to which the law is fitted: one run per size, sorted by compute. If all sizes sweep the
+    same learning rates, the run with the lowest loss is selected. Otherwise, the run whose learning rate is the
+    target's `rate` is selected, so that all sizes are tuned alike."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:
         sizes.setdefault(each.rung.size, []).append(each)
@@ -105,7 +105,7 @@ def tuned(found: Sequence[Outcome]) -> bool:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """Return one CSV line per rung."""
+    """Format the rungs as CSV, with one line per rung."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,5 +1,5 @@
-"""Runs of a ladder. Each run uses the target's configuration at a smaller width or depth, by default with the target's
-ratio of tokens to parameters."""
+"""Build the runs of a ladder. Each run uses the target's configuration at a smaller width or depth, by default with the
+target's ratio of tokens to parameters."""
 
 from __future__ import annotations
 

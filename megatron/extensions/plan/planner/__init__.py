@@ -1,4 +1,4 @@
-"""Planner: the memory, FLOPs and step time of a layout, measured on fake tensors without a GPU.
+"""Planner that measures the memory, FLOPs and step time of a layout on fake tensors, without a GPU.
 
 Options: --dry-run, --device, --gpus-per-node, --suggest, --rehearse, --ranks, --device-memory, --json. The planner also
 counts the FLOPs for MFU. When a device runs out of memory, the planner reports a change with which the run would have

@@ -1,4 +1,4 @@
-"""Plan GPU runs without a GPU: select kernels and count memory as on a GPU, for tensors without values.
+"""Plan GPU runs without a GPU: select the kernels and count the memory of a GPU run, on tensors without values.
 
 torch cannot run a backward pass on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
 """
@@ -190,7 +190,7 @@ def seen_pairs(tile: Tile) -> float:
 class FakeKernel:
     """Attention kernel that only allocates outputs, and records one launch per tile. If one tile covers all samples
     completely, no packing is needed, and one launch is recorded for any head width. Otherwise, as under context
-    parallelism, the kernel `parts` plans the tiles."""
+    parallelism, the kernel in the attribute `parts` plans the tiles."""
 
     needs_places, most_queries = False, None
 

@@ -43,7 +43,7 @@ HASH_OPERATIONS = 9
 
 
 class DeviceError(ValueError):
-    """Raised if a device file lacks an entry that the prediction of a step needs."""
+    """Exception raised if a device file lacks an entry that the prediction of a step needs."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """One kind of device, and a node of such devices. Device files of CPUs omit the fields that describe GPUs."""
+    """Description of one kind of device, and of a node with devices of this kind. Device files of CPUs omit the fields
+    that describe GPUs."""
 
     name: str
     """Name of the device, as returned by `torch.cuda.get_device_name`."""
@@ -164,12 +165,13 @@ class DeviceFile:
     """Number of network adapters that the ranks of a node share."""
 
     sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
-    """Share of the isolated kernels' rates that matrix products and attention reach within a whole step. A step keeps
-    the device at its power limit, so the device's clock rates are lower than while isolated kernels run."""
+    """Rates of matrix products and attention within a whole step, as a share of the rates of isolated kernels. A step
+    keeps the device at its power limit, so the device's clock rates are lower than while isolated kernels run."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
-    """Share of the fp8 product rate that a whole step reaches; if None, `sustained` applies. fp8 products need less
-    energy per byte of operands than other products, so the clocks drop less."""
+    """Rate of fp8 products within a whole step, as a share of the rate of isolated fp8 products. If None, `sustained`
+    applies. fp8 products need less energy per byte of operands than other products, so the device's clock rates drop
+    less."""
 
     overlap_slowdown: float = 0.0
     """Time by which a hidden collective delays concurrent computation, as a share of the collective's time."""
@@ -186,8 +188,8 @@ class DeviceFile:
     """Copy rate between the device and its host's memory, for offloading."""
 
     host_update_gb_per_second: Positive | None = None
-    """Memory bandwidth of all host cores of a rank together, while they update optimizer states on the host. By
-    default, this rate equals the copy rate."""
+    """Combined memory bandwidth, in GB/s, of all host cores of a rank while they update optimizer states. By default,
+    this rate equals the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
     """Rate per device at which memory-mapped files on a local disk are read and written."""

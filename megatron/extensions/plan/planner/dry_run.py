@@ -209,8 +209,8 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
-    """Describe the shape, parameters and FLOPs of the model. `cache` may already record which layers of the model are
-    identical."""
+    """Describe the shape, parameters and FLOPs of the model. If `cache` already records which layers are identical,
+    they are not compared again."""
     from megatron.extensions.plan.planner.flops import model_flops, update_flops
 
     m = config.model
@@ -316,7 +316,7 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
     """Describe micro-batches, tokens per step, iterations, tokens and FLOPs of the run.
 
-    `cache` may already record which layers of the model are identical.
+    If `cache` already records which layers of the model are identical, the layers are not compared again.
     """
     config, sizes = plan.base, plan.sizes
     for phase in plan.phases:

@@ -1,4 +1,4 @@
-"""One pipeline stage on fake tensors, which have shapes, storages and an autograd graph but no values.
+"""Run one pipeline stage on fake tensors, which have shapes, storages and an autograd graph but no values.
 
 A layer's saved activations, allocations and matrix products are measured on this stage, so the code contains no
 formulas for layers.
@@ -167,7 +167,7 @@ class FakeStages:
         self.queue, self.casts = WeightGradQueue(), WeightCasts()
         self.offload = build_store(parallel, self.device)
         self.on_host = list[int]()
-        """Size in bytes of each buffer on the host."""
+        """Sizes in bytes of the buffers in host memory."""
 
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
@@ -264,7 +264,7 @@ class FakeStages:
 
 
 class LayersKey(NamedTuple):
-    """Key that is equal for configurations whose layers are built alike, under any layout."""
+    """Cache key of a configuration's layers. Configurations with identical layers have equal keys in all layouts."""
 
     model: TransformerConfig
     number_formats: Hashable
@@ -327,7 +327,7 @@ class StageParts:
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """Prepare recordings, which are made on first use. `cache` keeps those of other configurations. `kinds`
+        """Prepare recordings, which are made on first use. `cache` keeps recordings of other configurations. `kinds`
         contains the kind of each layer; by default, all layers are built to find out which layers are identical."""
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
@@ -356,8 +356,8 @@ class StageParts:
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """Return the recordings of `parts`. Parts without a recording are run, all parts of one kind under the same
-        fake mode."""
+        """Return the recordings of `parts`. Parts without a recording are run first; all parts of one kind run under
+        the same fake mode."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]

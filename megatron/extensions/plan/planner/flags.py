@@ -1,4 +1,5 @@
-"""Command-line options of plans, searches and rehearsals, and the interface for plan sections of extensions.
+"""Define the command-line options of plans, searches and rehearsals, and the interface through which extensions add
+sections to plans.
 
 This module does not import torch.
 """
@@ -83,7 +84,8 @@ class PlannedRun:
     world_size: int
 
     ranks_per_node: int
-    """Ranks per node: from --gpus-per-node, from the device file, or 8 if that divides the number of ranks."""
+    """Number of ranks per node, as given by --gpus-per-node or by the device file. Without both, it is 8 if 8 divides
+    the number of ranks."""
 
     step_seconds: float | None
     """Predicted step time; None without --device."""

@@ -1,8 +1,8 @@
-"""FLOPs of a model per token, counted by torch in a fake forward and backward pass through one layer of each kind.
+"""Count the FLOPs of a model per token in a fake forward and backward pass through one layer of each kind.
 
-Recomputation is not counted, nor is work that attention kernels repeat. Causal attention counts the visible
-pairs: half of the s x s square, or fewer under a sliding window. MFU and TFLOP/s in the log are based on FLOPs that are
-    counted in this way.
+Recomputation is not counted, nor is work that attention kernels repeat. For causal attention, only unmasked query-key
+pairs are counted: half of the s x s pairs, or fewer under a sliding window. MFU and TFLOP/s in the log are based on
+FLOPs that are counted in this way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FlopsPerToken(NamedTuple):
     """Model FLOPs per token, summed over the forward and the backward pass. Recomputation is not counted."""
 
     matmul: float
-    """FLOPs of matrix parameters per token: 6 x the number of matrix parameters that a token uses, including the output
-    layer, plus the products of linear attention."""
+    """FLOPs per token of the products with matrix parameters: 6 x the number of matrix parameters that a token uses,
+    including the output layer, plus the products of linear attention."""
 
     attention: float
     """FLOPs of a token's attention scores and weighted value sums."""

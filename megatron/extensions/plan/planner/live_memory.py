@@ -17,8 +17,8 @@ from megatron.core.transformer.activation_store import Pool
 
 
 class LiveMemory(TorchDispatchMode):
-    """Mode that records the sizes of all live storages that operations allocated, and the peak of the sum of these
-    sizes."""
+    """Dispatch mode that records the sizes of all live storages that operations allocated, and the peak of the sum of
+    these sizes."""
 
     def __init__(self) -> None:
         super().__init__()

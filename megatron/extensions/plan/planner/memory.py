@@ -1,4 +1,5 @@
-"""Memory of each pipeline rank: parameters, gradients and optimizer state from parameter shapes, plus activations.
+"""Plan the memory of each pipeline rank: parameters, gradients and optimizer state (computed from parameter shapes),
+and activations.
 
 torch is imported only to measure activations. Buffers are planned by the function that also lays them out in a run, so
 the planned bytes equal the allocated bytes.
@@ -75,7 +76,7 @@ class BufferBytes:
     """Bytes of parameters and optimizer states that are stored in files."""
 
     rollback: int = 0
-    """Bytes saved to roll back an update made before the gradient norm is known."""
+    """Bytes of the copies that are kept to roll back an update made before the gradient norm is known."""
 
     @property
     def optimizer(self) -> int:
@@ -223,7 +224,7 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
 
 
 def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
-    """Return the buffers of a rank's trained parameters."""
+    """Return the layouts of the buffers that hold a rank's trained parameters."""
     optimizer, ddp = config.optimizer, config.ddp
     trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
@@ -248,7 +249,7 @@ def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[s
 
 
 def dtype_of_states(config: RunConfig, callback: str) -> str:
-    """Return the dtype name of the states that a callback keeps."""
+    """Return the name of the dtype in which a callback keeps its states."""
     return CALLBACKS.facts(callback).stored(config).dtype or config.parallel.main_dtype
 
 
@@ -281,10 +282,10 @@ def _units_in_flight(
 ) -> UnitsInFlight:
     """Return the peak bytes of units, such as layers, that are temporarily unsharded.
 
-    Usually, the parameters of two units are unsharded at a time: those of the current unit and of the next one. The
-    unsharded gradients are those of the current unit and of the bucket that is being reduced. If units are stored in
-    host memory, the gradients of a third unit are also on the device from the second micro-batch on, because they are
-    being copied there. The result is exact for one stage per rank without multi-token prediction; otherwise it may be
+    Usually, the parameters of two units are unsharded at a time: the current unit and the next unit. Gradients are
+    unsharded for the current unit and for the bucket that is being reduced. If units are stored in host memory, the
+    gradients of a third unit are also on the device from the second micro-batch on, because these gradients are being
+    copied to the device. The result is exact for one stage per rank without multi-token prediction; otherwise it may be
     off by one unit.
     """
     buckets = _buckets_of_units(buffers)
@@ -385,7 +386,7 @@ class RankMemory:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the number of bytes on the device for each item, by title."""
+        """Return the bytes of each item on the device, keyed by the title of the item."""
         memory = self.plan.memory
         return {
             "weights": memory.parameters,

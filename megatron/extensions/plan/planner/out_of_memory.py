@@ -1,4 +1,5 @@
-"""Out-of-memory report: allocated and planned memory by category, and the cheapest change that fits."""
+"""Out-of-memory report: allocated and planned memory by category, and the cheapest configuration change with which the
+run would fit."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def changes(config: RunConfig) -> Iterator[Change]:
-    """Yield changes that take less memory, cheapest first.
+    """Yield configuration changes that reduce the memory of a run, cheapest first.
 
-    Sharding of optimizer states and gradients comes before sharding of parameters, which adds communication. These
-    changes are followed by updates on the host, offloading, recomputation of whole layers, and other layouts, in this
-    order.
+    Changes that shard optimizer states and gradients come before changes that shard parameters, because sharding
+    parameters adds communication. These changes are followed by updates on the host, offloading, recomputation of whole
+    layers, and other layouts, in this order.
     """
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
@@ -57,7 +58,7 @@ def changes(config: RunConfig) -> Iterator[Change]:
 
 def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: TrainingRun | None) -> str:
     """Return a multi-line report that states the planned and the allocated bytes by category for the ranks at
-    `pp_rank`, and names a change that fits.
+    `pp_rank`, and names a configuration change with which the run would fit.
 
     The named change is the first of `changes` whose plan fits into the device. If the device's memory size is unknown,
     as on CPUs, the report names the first change that takes less memory than the plan.

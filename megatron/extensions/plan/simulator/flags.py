@@ -1,1 +1,1 @@
-"""The simulator has no flags and registers no parts."""
+"""The simulator has no flags and registers nothing."""

@@ -136,7 +136,7 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Return the cast, by rows or by columns, of a gathered input x. The form of x is that of `cast_to_gather`."""
+        """Return the cast, by rows or by columns, of a gathered x in the form that `cast_to_gather` returns."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -192,7 +192,7 @@ class Fp8Gemms(nn.Module):
         return [rows, columns] if wanted.rows else [columns]
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
-        """Return the multiplier of each block of a weight, from the block's `amax`. Requires `gathers_weights`."""
+        """Return the multiplier of each block of a weight from the block's `amax`; valid only if `gathers_weights`."""
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ class DelayedGemms(PerTensorGemms):
 
 
 AMAX_HISTORY = f".amax{HISTORY}"
-"""Suffix of amax history names."""
+"""Suffix of the parameter names of amax histories."""
 
 
 class RowwiseGemms(Fp8Gemms):

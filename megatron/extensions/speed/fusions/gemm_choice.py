@@ -1,5 +1,5 @@
-"""Choose the fastest kernels for GEMMs that add their product to an existing tensor. The kernels are timed at the
-model's shapes. torch needs more than one pass over memory for such an addition.
+"""Choose the fastest kernels for GEMMs that add their product to an existing tensor. The kernels are timed for the
+model's tensor shapes. torch needs more than one pass over memory for the addition.
 
 For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gradient once. torch's kernel writes a
 product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.

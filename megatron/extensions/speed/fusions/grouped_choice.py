@@ -1,6 +1,6 @@
-"""Choose expert kernels at the start of a run by timing them at the model's shapes. The number of rows of each expert
-is known only on the device. torch's grouped GEMM computes the forward pass and the input gradients. torch's grouped
-GEMM cannot add weight gradients to fp32 sums, and leaves rows that belong to no expert uninitialized.
+"""Choose the kernels of experts at the start of a run by timing them for the model's tensor shapes. The number of rows
+of each expert is known only on the device. torch's grouped GEMM computes the forward pass and the input gradients.
+However, it cannot add weight gradients to fp32 sums, and it leaves rows that belong to no expert uninitialized.
 
 There are two kernels for weight gradients. A tile is a block of an expert's gradient matrix. One kernel distributes the
 tiles of all experts as a single list over its programs, and has several tile sizes (`grouped_triton.py`). The other
@@ -66,7 +66,7 @@ The arguments are contiguous: out [experts, o, i], dy [n, o] and x [n, i]. The r
 end before ends[e]; `ends` is int32."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
-"""Operator that zeroes the rows of a contiguous x [n, width] from row ends[-1] (int32) on."""
+"""Operator that sets the rows of a contiguous x [n, width] to zero, starting at row ends[-1]. `ends` is int32."""
 
 
 def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:

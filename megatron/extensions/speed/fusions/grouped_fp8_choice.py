@@ -1,9 +1,9 @@
-"""fp8 expert kernels. At the start of a run, the kernels are timed at the run's shapes, and the fastest are used (see
-`grouped_choice.py`). The products of rows, y = x Wᵀ and dX = dY W, are computed by torch or by a Triton kernel whose
-programs share a single list of tiles. torch uses its grouped kernel if the GPU supports this kernel for the recipe.
-Otherwise, torch computes one product for each expert. The operands of weight gradients are cast in tiles of 128 tokens
-(`cast_along_tokens`). Triton's kernel multiplies these operands in fp8, and torch multiplies the same values in 16
-bits.
+"""Choose the fp8 kernels of experts. At the start of a run, the kernels are timed for the tensor shapes of the run, and
+the fastest are used (see `grouped_choice.py`). The products of rows, y = x Wᵀ and dX = dY W, are computed by torch or
+by a Triton kernel whose programs share a single list of tiles. torch uses its grouped kernel if the GPU supports this
+kernel for the recipe. Otherwise, torch computes one product for each expert. The operands of weight gradients are cast
+in tiles of 128 tokens (`cast_along_tokens`). Triton's kernel multiplies these operands in fp8, and torch multiplies the
+same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """Return a function that calls `run`. Before the first call of `run`, the function calls `check`."""
+    """Return a function that calls `run`. Before the first call to `run`, the function calls `check`."""
     known = False
 
     def checked() -> object:

@@ -145,8 +145,8 @@ class ComparedKernel(Protocol):
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """Kernel that replaces a plain-torch operation. The fields are the functions that are needed to compare the kernel
-    with plain torch."""
+    """Kernel that replaces a plain-torch operation. The fields contain what is needed to compare the kernel with plain
+    torch."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
@@ -204,7 +204,8 @@ def choose_kernels(
     say: Callable[[str], None],
     kernels: Mapping[str, object] | None = None,
 ) -> None:
-    """Compare every registered kernel with torch on the operands of a run. Collective over the world.
+    """Compare every registered kernel with torch, on operands with the tensor shapes of a run. Collective over the
+    world.
 
     A kernel is turned off if it is wrong, raises an error, or takes longer than torch.
 

@@ -1,4 +1,4 @@
-"""Flag that sets the precision of partial sums in bf16 GEMMs. This module does not import torch."""
+"""Register the flag that sets the precision of partial sums in bf16 GEMMs. This module does not import torch."""
 
 from __future__ import annotations
 

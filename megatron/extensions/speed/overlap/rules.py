@@ -1,4 +1,4 @@
-"""Validation rules for communication overlap. This module does not import torch."""
+"""Validate the flags for communication overlap. This module does not import torch."""
 
 from __future__ import annotations
 

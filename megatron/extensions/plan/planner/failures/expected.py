@@ -135,8 +135,8 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
 def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: float) -> tuple[int, float, float]:
     """Find the number of spare nodes that gives the most training per paid node.
 
-    The number of failed nodes at any time is Poisson distributed, with mean nodes x failures x repair time. The run
-    waits while there are more failed nodes than spares.
+    The number of failed nodes at any time follows a Poisson distribution whose mean is `nodes *
+    node_failures_per_second * repair_seconds`. The run waits while there are more failed nodes than spares.
 
     Returns:
         A tuple of three values: the number of spare nodes, the share of the time in which enough nodes are available

@@ -66,7 +66,7 @@ class RunOnFailing:
     @property
     def lines(self) -> Iterator[str]:
         """Return the plan's lines about failures, goodput and spare nodes. The goodput is stated for the best save
-        interval and for the configured one."""
+        interval and for the configured save interval."""
         return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
 
     @property

@@ -167,7 +167,7 @@ class Report:
     """Ranks whose processes ended without a record."""
 
     planned: Mapping[int, int]
-    """Bytes by pipeline rank, as planned by `--dry-run`."""
+    """Planned memory of each pipeline rank in bytes, as `--dry-run` would report it."""
 
     notes: Sequence[str]
     problems: Sequence[str]

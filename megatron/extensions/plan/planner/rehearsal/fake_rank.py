@@ -283,7 +283,7 @@ class _Phases:
         self.name = name
 
     def watch(self, run: TrainingRun) -> None:
-        """Track the phases of a training step."""
+        """Register a callback on the timers of `run`, so that this object tracks the phases of a training step."""
         self.run = run
 
         @contextmanager

@@ -137,7 +137,7 @@ class Failure:
     message: str
     phase: str
     sites: tuple[str, ...]
-    """Places of the traceback that are outside torch, innermost first."""
+    """Code locations of the traceback that are outside torch, innermost first."""
 
     holders: tuple[Holder, ...] = ()
     """Code locations whose tensors hold the most memory; empty unless memory ran out."""

@@ -1,4 +1,4 @@
-"""Time and memory of the layouts in a search, and cheap lower bounds on both.
+"""Compute the time and memory of the layouts in a search, and cheap lower bounds on the time and memory.
 
 A bound may omit costs but never adds any, so no optimal layout is discarded.
 """
@@ -48,7 +48,7 @@ from megatron.training.config.validation import validate
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ELEMENTS = 2**20
-"""Number of elements in each shard of the matrix for which the bytes of state per element are computed. Shards of this
+"""Number of elements per shard of the matrix that is used to compute the bytes of state per element. Shards of this
 size need no padding."""
 
 FULLEST = 5
@@ -199,7 +199,7 @@ class LayoutCosts:
 
     def times(self, family: Family) -> list[StageTimes]:
         """Return the times of the embedding, each layer and the output layer. Raises ValueError if the device file
-        lacks a rate that they need."""
+        lacks a rate that the prediction needs."""
         if family not in self._times:
             config = self._probe(family)
             step = Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
@@ -312,7 +312,8 @@ class LayoutCosts:
     def _peaks(self, alone: Family, pipeline: Pipeline, microbatches: int, offloads: bool) -> dict[int, int]:
         """Return a lower bound on the activation bytes of each rank that may be the fullest.
 
-        `alone` is a family without CP and EP. Its TP size is the number of ranks that share the activations of a layer.
+        `alone` is a family without CP and EP. The TP size of this family is the number of ranks that share the
+        activations of a layer.
         """
         held = [self._activations(alone, stage, offloads) for stage in self.stages(pipeline)]
         lists = lists_of(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
@@ -384,10 +385,10 @@ def step_bound(
 ) -> float:
     """Return a lower bound, in seconds, on the step time under any schedule of these stages.
 
-    A rank cannot start its first forward pass before the forward passes of the earlier stages. After the last backward
-    pass of the rank's first stage, the earlier stages still have to run their backward passes. All work of the rank
-    lies between its first forward pass and its last backward pass, except for weight gradients, which may be deferred
-    to the end.
+    A rank cannot start its first forward pass before the earlier stages have run their forward passes. After the last
+    backward pass of the rank's first stage, the earlier stages still have to run their backward passes. All work of the
+    rank lies between its first forward pass and its last backward pass, except for weight gradients, which may be
+    deferred to the end.
 
     Args:
         stages: Seconds that a micro-batch takes in each stage, as (forward pass, backward pass, deferred weight

@@ -144,7 +144,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]:
-    """Return a layout as a JSON object."""
+    """Return a layout, with its flags and its predicted time and memory, as a JSON object."""
     layout = each.layout
     return {
         "given": each.given,

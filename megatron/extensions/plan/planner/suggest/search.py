@@ -82,7 +82,7 @@ class Found:
     step: StepTime
     memory: tuple[RankMemory, ...] = ()
     given: bool = False
-    """True if this layout is the run's own."""
+    """True if this layout is the one that the run's flags describe."""
 
     @property
     def host(self) -> int:
@@ -98,8 +98,8 @@ class Found:
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
     """Rank layouts by time, fastest first. The ranking includes the run's own layout.
 
-    The run's own layout precedes other layouts with the same step time. Other layouts with its `Layout.shape` are
-    omitted unless they are faster.
+    The run's own layout precedes other layouts with the same step time. Other layouts with the same `Layout.shape` as
+    the run's own layout are omitted unless they are faster.
     """
     faster = [each for each in found if each.step.seconds < own.step.seconds]
     return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]

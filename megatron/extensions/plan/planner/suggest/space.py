@@ -1,7 +1,7 @@
 """Layouts that --suggest searches, with their configurations and flags. This module does not import torch.
 
-A layout is legal if validation accepts it. This module only generates sizes that divide the world and the model, so
-validation rejects few layouts.
+A layout is legal if validation accepts it. This module only generates sizes that divide the world size and the
+dimensions of the model, so validation rejects few layouts.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class SearchedRun:
     """Training run whose layout is searched. The rest of the run's configuration stays unchanged."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
-        """Create the run of a resolved `config`, whose layout may be illegal."""
+        """Create the object from a resolved `config`, whose layout may be illegal."""
         self.own, self.world_size = config, world_size
         self._flags = [field_table()[field] for field in values_of(config, Layout()) if field in field_table()]
         self.given = self._as_given(config)

@@ -1,1 +1,1 @@
-"""Time of a training step, predicted from the same fake step as memory and FLOPs."""
+"""Predict the time of a training step from the same fake step that yields the memory and the FLOPs."""

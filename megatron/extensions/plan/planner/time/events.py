@@ -1,7 +1,7 @@
 """Events and memory of one micro-batch in a part of a stage. This module does not import torch.
 
-The events depend only on the shapes of a rank's part of the model, but not on the device or on the placement of ranks.
-One recording is therefore sufficient to predict the memory, the FLOPs and the times on all devices and under all
+The events depend on the shapes of a rank's part of the model, but not on the device or on the placement of ranks. One
+recording is therefore sufficient to predict the memory, the FLOPs and the times on all devices and under all
 placements.
 """
 
@@ -65,7 +65,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One launch of a kernel that gathers rows and multiplies each of them by a few queries."""
+    """One launch of a kernel that gathers rows and multiplies each row by a few queries."""
 
     flops: float
     """FLOPs of the kernel, including recomputation."""
@@ -114,7 +114,7 @@ Event = Kernel | Collective | Wait
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Number of buffers of each size in bytes."""
+    """Numbers of buffers, keyed by the size of a buffer in bytes."""
 
     of_size: Mapping[int, int] = field(default_factory=dict)
 

@@ -1,7 +1,8 @@
 """Planned expert products: one kernel for all experts of a rank, where torch would compute one product per expert.
 
 Plans of grouped products assume that tokens are distributed evenly over the experts. If each expert has a separate
-product, every product has its own launch, and its last wave of tiles may fill the GPU only in part.
+product, every product is launched separately, and the last wave of tiles of every product may fill the GPU only in
+part.
 """
 
 from __future__ import annotations

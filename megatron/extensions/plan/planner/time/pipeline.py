@@ -1,5 +1,5 @@
-"""Pipeline time, found by simulating the schedule's own action lists with the times of each stage. This module does not
-import torch.
+"""Compute the pipeline time by simulating the schedule's own action lists with the times of each stage. This module
+does not import torch.
 
 After its warm-up, a schedule repeats itself every p micro-batches. The time of a step with many micro-batches is
 therefore extrapolated from two shorter steps, one of which has p micro-batches more than the other: every further round

@@ -152,7 +152,7 @@ class Recorder(LiveMemory):
             self._unseen = False
 
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
-        """Yield the parts of a loop that are run. A part that is run may represent several similar parts.
+        """Yield the parts of a loop that a plan runs. A yielded part may represent several similar parts.
 
         The loop is checked in ranges with an odd number of parts. The middle part represents its range if the first,
         the middle and the last part of the range do the same work, with sizes that grow evenly. Otherwise, each half of
@@ -370,8 +370,8 @@ def _sizes(event: Event) -> tuple[object, ...]:
 
 
 def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
-    """Return the result of a c10d operator. Depending on the operator, this is nothing, `work`, or the operator's first
-    argument together with `work`."""
+    """Return the result of a c10d operator. Depending on the operator, the result is None, `work`, or the operator's
+    first argument together with `work`."""
     results = len(schema_of(func).returns)
     return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
 

@@ -1,13 +1,13 @@
 """Predict the times of recorded events on one kind of device, for one placement of ranks. This module does not import
 torch.
 
-Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
+Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice as much in an all-reduce. Within a
 node, each rank has a separate link. Between nodes, the ranks of a node share the node's adapters, and all groups of the
 node communicate at once.
 
-Kernels run one after another on one stream. The collectives of each axis run one after another on a stream of their
-own. A collective starts when the preceding kernels are done. If the collective is not finished when its result is
-needed, the remaining time is exposed. Hidden communication slows concurrent kernels.
+Kernels run one after another on one stream. The collectives of each axis run one after another on a separate stream. A
+collective starts when the preceding kernels are done. If the collective is not finished when its result is needed, the
+remaining time is exposed. Hidden communication slows concurrent kernels.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placemen
 
 @dataclass(frozen=True)
 class Network:
-    """Model of collective times on nodes of one kind of device."""
+    """Model that predicts the times of collectives on nodes with one kind of device."""
 
     device: DeviceFile
     ranks_per_node: int
@@ -178,7 +178,7 @@ class Replay:
     """Placement by axis."""
 
     host_us: float
-    """Host time per launch; 0 if a CUDA graph is replayed."""
+    """Host time per launch in microseconds; 0 if a CUDA graph is replayed."""
 
     def run(self, events: Iterable[Event]) -> Times:
         """Return the time of a list of events by category. The category `launch` contains the host time in excess of

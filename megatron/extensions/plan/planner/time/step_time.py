@@ -59,7 +59,8 @@ class StepTime:
     """Tokens per second, summed over all ranks."""
 
     tflops: float
-    """Model TFLOP/s per device. Causal attention counts half of the square, and recomputation is not counted."""
+    """Model TFLOP/s per device. For causal attention, half of the s x s scores are counted. Recomputation is not
+    counted."""
 
     mfu: float | None
     """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not state

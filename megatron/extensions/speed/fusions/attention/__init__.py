@@ -1,1 +1,1 @@
-"""Attention kernels in addition to torch's, and the choice between them on a GPU. Read `choice.py` first."""
+"""Additional attention kernels, and the choice of the fastest attention kernel on a GPU. Read `choice.py` first."""

@@ -1,5 +1,5 @@
-"""Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timing the kernels at the
-model's shape.
+"""Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timing the kernels for the
+model's tensor shapes.
 
 If attention has dropout, the fused kernel with dropout (triton) is used wherever it is supported. The plain-torch
 kernel stores the scores in memory and takes many times as long.
@@ -223,5 +223,5 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    # If there is no winner, use torch's default kernel. Evaluation has no dropout, and then also uses the default.
+    # If no kernel supports the shape, use torch's default kernel. Evaluation, which has no dropout, then also uses it.
     return choice.winner or "auto"

@@ -1,5 +1,5 @@
-"""Casts of a matrix to fp8 by rows and by columns, in a single pass over the matrix. The kernels that compute SwiGLU,
-its gradient and the gradients of attention heads also cast their results.
+"""Cast matrices to fp8 by rows and by columns, in a single pass over each matrix. The kernels that compute SwiGLU, its
+gradient and the gradients of attention heads also cast their results.
 
 Without these fused kernels, a kernel would write the result in 16 bits, and a separate cast kernel would read it again.
 Fused kernels still round values to 16 bits before the cast, so the results equal those of a separate cast kernel."""
@@ -115,8 +115,8 @@ def on_triton(x: Tensor, *_: object) -> bool:
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
-    """Yield random operands to compare cast kernels with: a matrix [tokens, hidden] if the run uses fp8, otherwise
-    none."""
+    """Yield the random matrix [tokens, hidden] on which cast kernels are compared. Yield nothing if the run does not
+    use fp8."""
     if shapes.fp8 is not None:
         yield shapes.random(shapes.tokens, shapes.hidden)
 

@@ -40,8 +40,8 @@ class Casts(NamedTuple):
     """Tensor of two integers: the bit pattern of the largest magnitude so far, and the number of finished programs.
     The kernel expects that both integers are zero, and sets them to zero again."""
     noted: Tensor | None
-    """Largest amax recorded so far (`CastOrder.noted`). If the amax of this matrix is larger, the kernel overwrites
-    this value with it."""
+    """Largest amax recorded so far (`CastOrder.noted`). If the amax of the cast matrix is larger, the kernel writes
+    that amax to this tensor."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:

@@ -85,7 +85,7 @@ def scale_row(x, factors, width, BLOCK: tl.constexpr):
 
 
 def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """Launch the kernel that computes the same as `cross_entropy.loss_and_gradient_twin_`."""
+    """Launch the kernel that is equivalent to `cross_entropy.loss_and_gradient_twin_`."""
     assert logits.is_contiguous() and labels.is_contiguous()
     n, width = logits.shape
     losses = torch.empty(n, device=logits.device)

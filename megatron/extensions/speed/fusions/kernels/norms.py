@@ -39,7 +39,8 @@ class Norm(NamedTuple):
 
 class NormedCast(NamedTuple):
     """Result of `norm_cast`: the sum x + update [n, h], the fp32 statistics [n, 1] of the sum's rows, and the casts of
-    the sum's norm. The statistics are 1 / deviation and, for LayerNorm, the mean."""
+    the sum's norm. The statistics are the inverse standard deviation (LayerNorm) or root mean square (RMSNorm) and, for
+    LayerNorm, the mean."""
 
     total: Tensor
     statistics: tuple[Tensor, ...]

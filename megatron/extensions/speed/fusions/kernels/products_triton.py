@@ -83,9 +83,10 @@ def add_product_kernel(
     is True, the product replaces the contents of `out`.
 
     SCALES states how many scales an operand has: one for the whole matrix, one for each row, or one for each TILE_N
-    elements of a row. The shapes of a_scale are [], [outputs] and [outputs, n / TILE_N]. Programs that run at the same
-    time share operands, because together they compute GROUP tiles of outputs for all tiles of inputs. Hopper's tensor
-    cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting partial sums in fp32.
+    elements of a row. In these three cases, a_scale has the shape [], [outputs] or [outputs, n / TILE_N]. Programs that
+    run at the same time share operands, because together they compute GROUP tiles of outputs for all tiles of inputs.
+    Hopper's tensor cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting partial sums in
+    fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
