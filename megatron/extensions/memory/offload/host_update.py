@@ -4,8 +4,8 @@
 As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates states
 and parameters, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients
 and parameters are copied chunk by chunk through a few reusable host buffers (slots). While one chunk is updated, the
-gradients of the next chunk and the parameters of the previous chunk are copied, each direction on its own stream. While
-the host works, the device updates the states that are in device memory.
+gradients of the next chunk and the parameters of the previous chunk are copied, with a separate stream for each
+direction. While the host works, the device updates the states that are in device memory.
 
 Unlike in ZeRO-Offload, updates are never delayed to the next step: the update is complete when the step returns. The
 result equals the result of the same optimizer on the device, except for rounding differences between kernels.
@@ -141,7 +141,7 @@ class HostUpdate:
 
     def start(self) -> None:
         """Start copying the first gradients to the host. The gradients must be complete, except that `update` may still
-        multiply all of them by one factor. Kernels must not read the parameters between the calls to `start` and
+        multiply all gradients by one factor. Kernels must not read the parameters between the calls to `start` and
         `update`."""
         self._to_host.start_after()
         self._to_device.start_after()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCRIPT = "ladder.sbatch"
 RUNG = "<rung>"
-"""Placeholder for a rung number in a command."""
+"""Placeholder in a command for the number of a rung, which is one run of a ladder."""
 
 
 def job_script(folder: Path, rungs: int, options: Sequence[str], command: Sequence[str]) -> str:

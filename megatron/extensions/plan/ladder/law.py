@@ -103,7 +103,7 @@ class Form:
 
 def form_of(points: Sequence[Point]) -> Form:
     """Choose a law with one term or a law with two terms. The law has two terms only if the points separate the effect
-    of N from the effect of D, and if there are more points than the five coefficients."""
+    of N from the effect of D, and if there are more than five points, because this law has five coefficients."""
     logs = np.log([[point.parameters, point.tokens] for point in points])
     spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
     return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)

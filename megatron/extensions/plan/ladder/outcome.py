@@ -22,7 +22,7 @@ COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterati
 
 @dataclass(frozen=True)
 class Outcome:
-    """Progress of one rung, with its validation losses."""
+    """Progress and validation losses of one rung, which is a small run of a ladder."""
 
     rung: Rung
     losses: dict[int, float]

@@ -433,17 +433,17 @@ class PlannedFunctions(PlannedRegions):
         return out
 
     def _add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
-        """Plan out += dy x^T, or out = dy x^T with `overwrite`. dy: [o, n]; x: [i, n]; out: [o, i]."""
+        """Plan out [o, i] += dy [o, n] x [i, n]^T. If `overwrite` is True, plan out = dy x^T."""
         self.launches.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 
     def _bmm_in_fp32(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """Plan the batched product of a and b. a: [n, i, k]; b: [n, k, j]. Returns [n, i, j]."""
+        """Plan the batched product of a [n, i, k] and b [n, k, j]. Returns [n, i, j]."""
         out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=dtype, device=a.device)
         self.launches.product("bmm", a, b, out, {})
         return out
 
     def _add_product_(self, out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
-        """Plan out += dy^T x, or out = dy^T x with `overwrite`. dy: [n, o]; x: [n, i]; out: [o, i]."""
+        """Plan out [o, i] += dy [n, o]^T x [n, i]. If `overwrite` is True, plan out = dy^T x."""
         if out.dtype == torch.float32 and dy.dtype != out.dtype:
             torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=0 if overwrite else 1, out=out)
         else:

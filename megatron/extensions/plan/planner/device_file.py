@@ -76,9 +76,9 @@ class GatherSpeed:
 
     tflops: Positive
     read_tb_per_second: Positive
-    """Rate at which rows are read from the L2 cache."""
+    """Rate, in TB/s, at which rows are read from the L2 cache."""
     add_tb_per_second: Positive
-    """Rate of atomic fp32 additions in the L2 cache."""
+    """Rate of atomic fp32 additions in the L2 cache, in TB/s."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class DeviceFile:
     """CUDA compute capability; None for a CPU."""
 
     cache_mib: float = 0.0
-    """Size of the L2 cache of a GPU."""
+    """Size of the L2 cache of a GPU in MiB."""
 
     shared_memory_kib: int = 0
-    """Maximum size of the shared memory of a thread block."""
+    """Maximum size of the shared memory of a thread block in KiB."""
 
     links: Mapping[str, Link] = field(default_factory=dict)
     """Links by name: `node` within a node, and `network` between nodes. A plan for one rank needs no links."""
@@ -185,14 +185,14 @@ class DeviceFile:
     slowest rank and its host."""
 
     host_gb_per_second: Positive = 25.0
-    """Copy rate between the device and its host's memory, for offloading."""
+    """Copy rate, in GB/s, between the device and its host's memory, for offloading."""
 
     host_update_gb_per_second: Positive | None = None
     """Combined memory bandwidth, in GB/s, of all host cores of a rank while they update optimizer states. By default,
     this rate equals the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
-    """Rate per device at which memory-mapped files on a local disk are read and written."""
+    """Rate per device, in GB/s, at which memory-mapped files on a local disk are read and written."""
 
     host_memory_gib: Positive | None = None
     """Host memory in GiB that is available per device; None if it is not known. Offloaded tensors must fit in this
@@ -204,8 +204,8 @@ class DeviceFile:
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
-        """Return the default number of ranks per node. It is `ranks_per_node` or, if the world needs several nodes, the
-        largest divisor of the world size that is at most `ranks_per_node`."""
+        """Return the default number of ranks per node. The default is `ranks_per_node` or, if the world needs several
+        nodes, the largest divisor of the world size that is at most `ranks_per_node`."""
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 

@@ -78,16 +78,16 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
-    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and what programs with
-    the same flags, such as Megatron-LM, would do differently. With `failures`, it also states the cost of failures.
+    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and what other
+    programs with these flags, such as Megatron-LM, do differently. If `failures` is given, it also states the cost of
+    failures.
 
     The same content is written as JSON to the file that --json names. The keys of the JSON object are "world_size",
     "config" (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
     (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". The keys
     "host_memory" and "host_bytes_over" are added if the host's memory is too small. `problems` lists missing input
-    files, which are included in the JSON object; the caller reports them. If the path is "", only the JSON is printed,
-    to standard output. Raises OutputError if the file cannot be written, and DeviceError if the device file lacks a
-    needed entry."""
+    files, which are included in the JSON object; the caller reports them. If the path is "", only the JSON is printed.
+    Raises OutputError if the file cannot be written, and DeviceError if the device file lacks a needed entry."""
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
 

@@ -309,7 +309,7 @@ class PlannerCache:
     """Layer kinds of each model: for each layer, the number of the first layer that is identical to it."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
-    """Recordings of stage parts, keyed by micro-batch."""
+    """Recordings of stage parts, keyed first by micro-batch and then by part."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
         """Return the kinds of the model's layers; None if the model has not been planned yet."""
@@ -388,7 +388,7 @@ def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
 
 
 IDENTITY = ("number", "layer", "key", "training")
-"""Attributes that may differ between identical layers."""
+"""Names of module attributes that may differ between layers that count as identical."""
 
 SETTINGS = bool | int | float | str | Span | Rotation
 """Types of the module attributes that are compared to decide whether two layers are identical."""

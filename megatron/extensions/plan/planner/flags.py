@@ -84,17 +84,17 @@ class PlannedRun:
     world_size: int
 
     ranks_per_node: int
-    """Number of ranks per node, as given by --gpus-per-node or by the device file. Without both, it is 8 if 8 divides
-    the number of ranks."""
+    """Number of ranks per node, as given by --gpus-per-node or by the device file. Without both, it is the largest
+    divisor of the number of ranks that is at most 8."""
 
     step_seconds: float | None
-    """Predicted step time; None without --device."""
+    """Predicted step time in seconds; None without --device."""
 
     network: float | None
-    """Bytes per second between a node and the other nodes; None without --device."""
+    """Bandwidth in bytes per second between a node and the other nodes; None without --device."""
 
     host: float | None = None
-    """Bytes per second from a device to its host's memory; None without --device."""
+    """Bandwidth in bytes per second from a device to its host's memory; None without --device."""
 
     expected: Expected | None = None
     """Expected cost of failures; None without --failures-per-gpu-day."""
@@ -108,8 +108,7 @@ class Section(Protocol):
 
 @runtime_checkable
 class PlansSection(Protocol):
-    """Interface for the flags of an extension that adds its own section to plans. The section follows the planner's
-    sections."""
+    """Interface of a flag class whose extension adds a section to plans. The section follows the planner's sections."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title of the section and the `package.module:name` of its `Section` function; None if the flags do

@@ -180,7 +180,7 @@ class RankStates:
     """Parameters and optimizer states of each rank at one pipeline position.
 
     All ranks at a pipeline position hold the same number of bytes, except for the states of an optimizer's transform
-    chain. These states are counted for the rank that holds the most of them.
+    chain. The states of the transform chain are counted for the rank on which they take the most bytes.
     """
 
     pp_rank: int

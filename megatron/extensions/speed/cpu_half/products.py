@@ -30,7 +30,7 @@ _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATT
 have the same dtype."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
-"""Operator variants that write their result into existing memory."""
+"""Names of the operator variants that write their result into existing memory, keyed by operator."""
 
 _FEW_ROWS = 4
 """Maximum number of rows of x for which torch's own 16-bit kernel computes the product x Wᵀ. Products with few rows

@@ -13,7 +13,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 HERE = "megatron.extensions.speed.fp8"
 
 ALIGNMENT = 16
-"""Matrix dimensions of fp8 kernels must be multiples of this number."""
+"""Required divisor of all matrix dimensions in fp8 kernels."""
 
 TILE = 128
 """Number of elements in a tile under --fp8-recipe blockwise, which is also the number of tiles in a block."""

@@ -197,7 +197,7 @@ def _widths(c: RunConfig) -> tuple[int, ...]:
 
 
 class _Kinds(NamedTuple):
-    """Parts of layers that use fp8: attention, dense MLP, experts."""
+    """For each kind of sublayer, whether it uses fp8 in at least one layer."""
 
     attention: bool
     dense: bool

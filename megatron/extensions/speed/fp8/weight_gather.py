@@ -1,7 +1,8 @@
 """All-gather of weights over the data-parallel ranks in fp8: one byte per element instead of two.
 
 With the distributed optimizer, each rank updates a part of every weight. Before the cast, the ranks reduce the amax of
-each weight or of each of its blocks. The result therefore equals a cast of the whole weight in one process.
+each weight or of each of its blocks. The gathered values therefore equal the values that a cast of the whole weight in
+one process would give.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepare the fp8 gather of each bucket that contains only weights of fp8 layers. Return None if no bucket consists
-    only of such weights."""
+    """Prepare the fp8 gather of each bucket that contains only weights of fp8 layers. Return None if every bucket
+    contains other weights."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []

@@ -49,8 +49,8 @@ GEMM, NORM = "GEMM", "norm"
 """Names of the operations that can compute the residual addition."""
 
 SIZES = 16
-"""`residual_gemm` requires that the numbers of input and output features are multiples of this number. fp8 GEMMs have
-the same requirement. Such sizes also keep the rows of matrices aligned."""
+"""Required divisor of the numbers of input and output features in `residual_gemm` and in fp8 GEMMs. With this divisor,
+the rows of matrices are also aligned."""
 
 CHECKED = 64
 """Number of rows and number of columns that are compared at each corner of a result."""
@@ -266,8 +266,8 @@ def _product(
 def residual_product(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
 ) -> Tensor:
-    """Compute addend + x Wᵀ + bias with cuBLASLt. If cuBLASLt does not support the operands, use `residual_sum`
-    instead.
+    """Compute addend + x Wᵀ + bias with cuBLASLt. If cuBLASLt does not support the operands, the function falls back to
+    `residual_sum`.
 
     Args:
         x: Input [n, k].

@@ -140,7 +140,7 @@ class ComparedKernel(Protocol):
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run with these shapes does not use the kernel; None if the run uses it. Collective
-        over the world."""
+        over all ranks of the world."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class FusedKernel(Generic[*Operands, R]):
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run does not use the kernel; None if it uses the kernel. A kernel is not used if, for
-        the operands of a run, it is wrong, raises an error, or takes longer than torch. Collective over the world."""
+        the operands of a run, it is wrong, raises an error, or takes longer than torch. Collective over all ranks of
+        the world."""
         for operands in self.samples(shapes):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why
@@ -204,8 +205,8 @@ def choose_kernels(
     say: Callable[[str], None],
     kernels: Mapping[str, object] | None = None,
 ) -> None:
-    """Compare every registered kernel with torch, on operands with the tensor shapes of a run. Collective over the
-    world.
+    """Compare every registered kernel with torch, on operands with the tensor shapes of a run. Collective over all
+    ranks of `world`.
 
     A kernel is turned off if it is wrong, raises an error, or takes longer than torch.
 
@@ -281,7 +282,8 @@ def copied(value: R) -> R:
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Time each function in `runs` on every rank. Returns the times of the slowest rank. Collective over the world.
+    """Time each function in `runs` on every rank. Returns the times of the slowest rank. Collective over all ranks of
+    `world`.
 
     Args:
         runs: Functions to time, keyed by kernel name. Each function is removed from the mapping after it is timed, so

@@ -11,7 +11,7 @@ column-parallel layer runs without parts: as in `LinearFunction`, the gather ove
 reduction overlaps with the GEMM for dW. If the schedule defers dW, dX is instead computed and reduced in parts.
 
 Ranks send their parts of the operands in the format that the GEMMs read. With fp8 and one scale per tensor, ranks send
-fp8 bytes. These bytes equal a cast of the whole tensor in one process.
+fp8 bytes. The gathered bytes equal the bytes that a cast of the whole tensor in one process would give.
 
 In shapes, t is the number of ranks, [s, b, h] are activations, and f is the number of features in the sharded
 dimension.

@@ -139,7 +139,7 @@ def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[tuple[Atte
             for length in sizes.lengths:
                 try:
                     yield from _attention(clock, kernel, backend, width, length, precision)
-                except RuntimeError as error:  # this GPU has no such kernel
+                except RuntimeError as error:  # this GPU does not support the kernel
                     print(f"{kernel} attention over {length} tokens was not measured: {str(error).splitlines()[0]}")
 
 

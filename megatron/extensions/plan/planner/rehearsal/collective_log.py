@@ -172,8 +172,8 @@ def call_site() -> str:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[str]:
-    """Yield the code locations of a traceback, innermost first, except those in torch and in the wrappers of
-    collectives."""
+    """Yield the code locations of a traceback, innermost first. Locations in torch and in the wrappers of collectives
+    are omitted."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if (place := _place(frame.f_code.co_filename)) is not None:
             yield f"{place}:{line} in {frame.f_code.co_name}"

@@ -83,7 +83,7 @@ class RankMode(LiveMemory):
         super()._made(key, size)
 
     def _note_peak(self) -> None:
-        """Update the peak. Raises OutOfMemoryError if the limit is exceeded."""
+        """Update the peak memory. Raises OutOfMemoryError if the limit is exceeded."""
         if self._inside or self.now <= self.peak:
             return
         self.peak, self.peak_phase = self.now, self.log.phase()[0]

@@ -30,8 +30,8 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Return the parallel sizes (TP, CP or EP) whose groups span several nodes. In every layer, the ranks of such a
-    group wait for messages between nodes."""
+    """Return the parallel sizes (TP, CP or EP) whose groups span several nodes. In every layer, the ranks of a group
+    that spans several nodes wait for messages between these nodes."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"

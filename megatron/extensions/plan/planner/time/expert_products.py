@@ -32,7 +32,7 @@ class Products(Protocol):
 def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
     """Record the product that adds dy_e^T x_e to out[e] for each expert e.
 
-    dy_e: [n_e, o]; x_e: [n_e, i]; out: [experts, o, i].
+    The shapes are dy_e [n_e, o], x_e [n_e, i] and out [experts, o, i].
     """
     if x.shape[0]:
         launches.product("grouped_", dy.t(), x, out, {})
@@ -48,7 +48,7 @@ def _multiply_rows(
 ) -> Tensor:
     """Plan the product of each row of `a` with the transposed matrix of the row's expert.
 
-    a: [n, k]; b: [experts, m, k]. Returns [n, m].
+    The shapes of `a` and `b` are [n, k] and [experts, m, k]. Returns a tensor [n, m].
     """
     out = torch.empty(a.values.shape[0], b.values.shape[1], dtype=out_dtype)
     if out.shape[0]:

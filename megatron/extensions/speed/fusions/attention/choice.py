@@ -172,7 +172,7 @@ def use(winner: str) -> None:
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
     """Return the shape of this rank's attention. Returns None if there are no kernels to compare, because no layer has
     attention, or because attention runs in plain torch or in 32 bits. Also returns None in a deterministic run without
-    dropout, because the results of such a run must not depend on timings."""
+    dropout, because the results of a deterministic run must not depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)

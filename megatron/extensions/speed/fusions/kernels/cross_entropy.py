@@ -36,7 +36,8 @@ def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_l
     Args:
         logits: Logits [n, width].
         labels: Labels [n].
-        vocab_size: Size of the vocabulary. Further columns of the logits are padding, and their gradients are zero.
+        vocab_size: Size of the vocabulary. The columns of the logits beyond this size are padding, and the gradients of
+            the padding are zero.
         z_loss_coeff: Coefficient of the z-loss.
     """
     z, rows = logits[:, :vocab_size].float(), torch.arange(len(labels), device=labels.device)

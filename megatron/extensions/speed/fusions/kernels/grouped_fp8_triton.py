@@ -136,8 +136,8 @@ def add_grouped_fp8_kernel(
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute out[e] += dy_e x_eᵀ for each expert e. out[e]: [outputs, inputs]; dy: [outputs, tokens]; x: [inputs,
-    tokens]; dy_scale: [tokens / TILE, outputs]; x_scale: [tokens / TILE, inputs]. The kernel works like
+    """Compute out[e] += dy_e x_eᵀ for each expert e. The shapes are out[e] [outputs, inputs], dy [outputs, tokens], x
+    [inputs, tokens], dy_scale [tokens / TILE, outputs] and x_scale [tokens / TILE, inputs]. The kernel works like
     `add_grouped_kernel`, but each step processes one tile of tokens. The schedule therefore counts tiles instead of
     rows, and is computed with BLOCK_N = 1."""
     item = tl.program_id(0) - programs

@@ -194,8 +194,8 @@ Normed = tuple[Tensor | None, tuple[Tensor, ...], CastPair]
 
 
 def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> tuple[Normed, Tensor]:
-    """Compute `norm_cast` in plain torch. Returns (the total if there is an update, statistics, casts) and the amax.
-    Unlike `norm_cast`, this function does not record the amax."""
+    """Compute `norm_cast` in plain torch. Returns a tuple (total, statistics, casts), and the amax. The total is None
+    if there is no update. Unlike `norm_cast`, this function does not record the amax."""
     total = x if update is None else x + update
     normed, *statistics = normalized(total, norm)
     pair, amax = cast_transpose_with_amax_twin(normed, cast)
