@@ -5,7 +5,7 @@ As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copi
 and parameters, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients
 and parameters are copied chunk by chunk through a few reusable host buffers (slots). While one chunk is updated, the
 gradients of the next chunk and the parameters of the previous chunk are copied, with a separate stream for each
-direction. While the host works, the device updates the states that are in device memory.
+direction. While the host updates its states, the device updates the states that are in device memory.
 
 Unlike in ZeRO-Offload, updates are never delayed to the next step: the update is complete when the step returns. The
 result equals the result of the same optimizer on the device, except for rounding differences between kernels.

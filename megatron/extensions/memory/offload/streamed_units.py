@@ -71,7 +71,8 @@ class Arrival(Pending):
 
 
 class HostUnitStore(ShardedUnits):
-    """Store that keeps the units of one rank in host memory. Copies in the two directions use separate streams."""
+    """Store that keeps the units of one rank, such as layers, in host memory. Copies in the two directions use separate
+    streams."""
 
     def __init__(self, config: ModelParallelConfig, device: torch.device) -> None:
         self.device = torch.device(device)

@@ -1,4 +1,4 @@
-"""Check for runs in a ladder's folder that were started with other flags."""
+"""Check for runs in a ladder's folder that were started with different flags."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _of_extensions(
 
 
 def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool) -> dict[str, list[str]]:
-    """Print each non-empty section as soon as it is known, and return the sections by title."""
+    """Print each non-empty section as soon as it is known. Return the lines of each section, keyed by title."""
     plan: dict[str, list[str]] = {}
     for title, lines in sections:
         if found := list(lines):

@@ -34,8 +34,8 @@ _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" fo
 
 _FEW_ROWS = 4
 """Maximum number of rows of x for which torch's own 16-bit kernel computes the product x Wᵀ. Products with few rows
-occur in generation. For such products, torch's kernel is at least as fast as a product in fp32, because it reads W only
-once and in 16 bits."""
+occur during text generation. For such products, torch's kernel is at least as fast as a product in fp32, because it
+reads W only once and in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
 """Dtypes whose matrix products this process computes in fp32. The set applies to the whole process because torch's

@@ -52,9 +52,9 @@ class DropoutMask(NamedTuple):
 
     p: float
     row_bits: Tensor
-    """Hash of each row, [s * b] int32."""
+    """Dropout hash of each row, [s * b] int32."""
     column_bits: Tensor
-    """Hash of each column, [h] int32."""
+    """Dropout hash of each column, [h] int32."""
 
     @classmethod
     def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:

@@ -52,7 +52,7 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""Operator with the same result as `_add_products`, for `out` in fp32. In its kernel, all programs share a single list
+"""Operator with the same result as `_add_products`, for `out` in fp32. The programs of its kernel share a single list
 of tiles (`grouped_triton.py`)."""
 
 _add_products = gpu_operator(

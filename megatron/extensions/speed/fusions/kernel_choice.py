@@ -161,8 +161,8 @@ class FusedKernel(Generic[*Operands, R]):
     the correct tensor."""
     planned: Callable[..., R] | None = None
     """Function that a dry run calls instead of the kernel. It records the launch in its first argument, a `Launches`
-    (`plan/planner/as_on_gpus.py`), and returns tensors with the shapes of the results. The operands follow as further
-    arguments. If None, a dry run counts the torch operations of `plain` instead."""
+    (`plan/planner/as_on_gpus.py`), and returns tensors with the shapes of the results. The further arguments of the
+    function are the operands of the kernel. If None, a dry run counts the torch operations of `plain` instead."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))

@@ -171,7 +171,7 @@ def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **a
 
 
 def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
-    """Return the median relative error of the device file's predictions, by measured quantity."""
+    """Return the median relative error of the device file's predictions, keyed by measured quantity."""
     found: dict[str, list[float]] = {}
 
     def note(what: str, us: float, seconds: float) -> None:

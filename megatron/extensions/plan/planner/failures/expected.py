@@ -133,7 +133,7 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
 
 
 def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: float) -> tuple[int, float, float]:
-    """Find the number of spare nodes that gives the most training per paid node.
+    """Find the number of spare nodes that maximizes the training progress per paid node.
 
     The number of failed nodes at any time follows a Poisson distribution whose mean is `nodes *
     node_failures_per_second * repair_seconds`. The run waits while there are more failed nodes than spares.

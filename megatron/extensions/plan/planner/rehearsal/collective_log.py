@@ -181,7 +181,7 @@ def places_of(trace: TracebackType | None) -> Iterator[str]:
 
 @cache
 def _place(filename: str) -> str | None:
-    """Return the path under which call sites name a file; None if the file is omitted from call sites."""
+    """Return the path of a file as it appears in call sites; None if the file is omitted from call sites."""
     path = Path(filename)
     if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
         return None

@@ -229,7 +229,7 @@ class LayoutCosts:
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
         """Return a list with a lower bound for each pipeline rank: the minimum exposed time, in seconds, of gradient
-        and parameter exchanges. `stages` holds the times of the passes of each stage."""
+        and parameter exchanges. `stages` contains the pass times of each stage."""
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)

@@ -220,9 +220,9 @@ def print_suggestions(
     """Print whether the given layout fits and how long its step takes. Then print the ten fastest layouts that fit.
 
     Returns True if at least one layout is legal. `device_memory` is in GiB; the default is the memory in the device
-    file. `most_timed` is passed to `LayoutSearch`. The same content is written to the file of --json. If this path is
-    "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if the device file
-    lacks an entry that the prediction needs.
+    file. `most_timed` is passed to `LayoutSearch`. The same content is written to the file that --json names. If this
+    path is "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if the
+    device file lacks an entry that the prediction needs.
     """
     config = asked.config
     world_size = asked.world_size

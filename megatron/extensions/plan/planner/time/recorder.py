@@ -40,7 +40,7 @@ FREE = frozenset(
 """Names of operations that launch no kernel."""
 
 INDEXED = frozenset("embedding gather index index_select index_put_ index_add_ scatter_ take_along_dim".split())
-"""Names of operations that access only some elements of their first tensor."""
+"""Names of operations that access only some elements of their first tensor argument."""
 
 PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),

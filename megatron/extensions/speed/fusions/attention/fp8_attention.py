@@ -265,8 +265,8 @@ class Fp8Attention(nn.Module):
 
 
 class Fp8Backend(FlashBackend):
-    """Backend that computes plain causal attention in fp8. Attention in tiles, as for documents, windows and context
-    parallelism, uses torch's FlashAttention in 16 bits."""
+    """Backend that computes plain causal attention in fp8. Documents, windows and context parallelism need attention in
+    tiles, which torch's FlashAttention computes in 16 bits."""
 
     name = "fp8"
 
