@@ -1,4 +1,4 @@
-"""Assignment of layers to stages and of stages to ranks."""
+"""Tests of the assignment of layers to pipeline stages and of stages to ranks."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -134,7 +134,7 @@ def test_both_ends_hold_a_tied_embedding() -> None:
 
 
 class ByTimes:
-    """Custom pipeline split in which the first rank gets only one layer, as if that rank were slow."""
+    """Custom pipeline split that assigns only one layer to the first rank, as if this rank were slow."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:

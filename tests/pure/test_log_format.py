@@ -1,4 +1,4 @@
-"""Parsers of Megatron-LM's log must not misread any console line."""
+"""Parsers that are written for Megatron-LM's log must read all console lines correctly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_log_file_has_the_same_lines_as_the_terminal() -> None:
 
 
 def test_a_step_without_loss_omits_the_loss_field() -> None:
-    """The line of a skipped step has no loss field, so a parser finds neither a number nor a word such as "none"."""
+    """The line of a skipped step has no loss field. A parser therefore reads neither a number nor a word such as "none"
+    as its loss."""
     skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
     line = console.progress_line(skipped, 100)
     assert "loss:" not in line and "none" not in line and "grad norm" not in line

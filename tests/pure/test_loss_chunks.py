@@ -1,5 +1,5 @@
-"""If the output layer and the loss are computed in chunks of tokens, losses, gradients and GEMMs stay the same, and
-less memory is needed."""
+"""Computing the output layer and the loss in chunks of tokens changes neither losses, gradients nor the FLOPs of GEMMs,
+but needs less memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_chunk_size_is_a_number_or_auto() -> None:
 
 
 class Found(NamedTuple):
-    """Results of one forward and backward pass."""
+    """Results of one forward and one backward pass."""
 
     loss: Tensor
     token_losses: Tensor

@@ -64,7 +64,7 @@ def test_unsupported_characters_are_escaped(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_whose_output_is_full_trains_and_saves(fails: bool, tmp_path: Path) -> None:
-    """A failed run exits with its own exit code, not with that of a failed flush."""
+    """If a run fails, its exit code is not replaced by the exit code of a failed flush."""
 
     def full(rank: int) -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

@@ -1,4 +1,5 @@
-"""If --load names a path without a checkpoint, some runs start from scratch, and the others report errors."""
+"""If --load names a path without a checkpoint, a run either starts from scratch or reports an error, depending on its
+flags."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ LAUNCH = Launch()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str, launch: Launch = LAUNCH) -> list[str]:
-    """Return the problems that are reported for --load. Also assert that model flags, which --load would provide, are
-    not reported as missing."""
+    """Return the problems that are reported for --load. Assert that flags of the model, which the checkpoint would
+    provide, are not reported as missing."""
     with pytest.raises(SystemExit) as ended:
         prepare(command_line([*RUN, *argv], launch), launch)
     assert ended.value.code == 2

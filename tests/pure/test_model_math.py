@@ -1,4 +1,4 @@
-"""Counts of parameters, FLOPs and bytes, compared with published models and with real models."""
+"""Computed numbers of parameters, FLOPs and bytes are compared with published models and with models that are built."""
 
 from __future__ import annotations
 

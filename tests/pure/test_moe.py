@@ -1,5 +1,5 @@
-"""A mixture-of-experts layer in one process is compared with a plain implementation. The parts of the layer are also
-tested."""
+"""A mixture-of-experts layer in one process is compared with a straightforward implementation. The parts of the layer
+are also tested individually."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from tests.rules import problems
 S, B = 16, 3
 CPU = torch.device("cpu")
 SCALE = 1.7
-"""Gradient scale of auxiliary losses. In training, the scale is seed * valid tokens / tokens of the batch."""
+"""Scale of the gradients of auxiliary losses. In training, the scale is the initial gradient of the backward pass *
+valid tokens / tokens of the batch."""
 
 
 def random_input(config: TransformerConfig, seed: int = 0) -> Tensor:
@@ -64,8 +65,7 @@ def test_the_layer_matches_its_plain_implementation(case: str, dispatcher: str) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
-    """The values of spare rows must not affect the results. No GEMM and no gradient uses spare rows, and all outputs
-    are finite."""
+    """The values of spare rows must affect neither outputs nor gradients, and all outputs must be finite."""
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype)
     x[8:] = torch.nan
     segments, exact = Segments.of_counts(torch.tensor([3, 0, 5]), True), Segments.of_sizes((3, 0, 5), x.device)
@@ -104,7 +104,7 @@ def test_a_step_updates_the_bias_and_logs_the_load() -> None:
     for number in range(2):
         layer(x, context(B, SCALE, number)).sum().backward()
     layer.eval()
-    layer(x, context(B, SCALE)).sum().backward()  # in evaluation mode, loads are not counted
+    layer(x, context(B, SCALE)).sum().backward()  # expert loads are not counted in evaluation mode
     assigned = end_step([balance], Axis())[0, :8]
     assert assigned.sum() == 2 * S * B * config.moe_router_topk
     signs = torch.sign(accepted.mean() - accepted)
@@ -115,8 +115,8 @@ def test_a_step_updates_the_bias_and_logs_the_load() -> None:
 
 
 def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
-    """Return the gradient of the router weights that comes from the auxiliary loss alone. All forward passes precede
-    all backward passes, as in GPipe."""
+    """Return the gradient of the auxiliary loss with respect to the router weight. All forward passes precede all
+    backward passes, as in GPipe."""
     layer.router.balance.begin_step()
     layer.zero_grad()
     outputs = [layer(x, context(x.shape[1], SCALE, number)) for number, x in enumerate(batches)]
@@ -140,8 +140,8 @@ def test_the_loss_acts_within_its_step(kind: str) -> None:
 
 
 def test_the_loss_uses_running_means_for_any_micro_batch_size() -> None:
-    """The expert loads for sample n include samples 0 to n. With one sample per micro-batch, these expert loads equal
-    the running mean that Megatron-LM uses."""
+    """The expert loads for sample n are computed from samples 0 to n. With one sample per micro-batch, these expert
+    loads equal the running mean that Megatron-LM uses."""
     layer = build_layer(AUXILIARY)
     x = torch.cat([random_input(AUXILIARY, seed).detach() for seed in range(2)], dim=1)  # six samples
     logits = x @ layer.router.weight.T
@@ -209,7 +209,7 @@ def test_layers_in_16_bits_route_in_fp32() -> None:
     assert torch.equal(choice.experts, logits.topk(2).indices)
 
 
-# Tests of whole models, including counts
+# Tests of whole models, including parameter counts
 
 
 def moe_model(**changes: Any) -> TransformerConfig:
@@ -229,7 +229,7 @@ def test_planned_parameters_are_the_trained_ones(biased: bool) -> None:
 
 
 class Doubled(TorchFunctionMode):
-    """Torch function mode that computes in fp64 wherever code requests fp32."""
+    """Torch function mode that replaces fp32 by fp64 in all computations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
@@ -237,7 +237,8 @@ class Doubled(TorchFunctionMode):
 
 
 def test_cached_states_do_not_depend_on_the_first_callers_mode() -> None:
-    """Model states are read from a model that is built on the meta device, and the result is cached for all callers."""
+    """The metadata of model states is read from a model that is built on the meta device. The result is cached for all
+    callers."""
     with Doubled(), Doubled():
         found = model_states(moe_model(seq_length=48))
         assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64, "the modes are active again"

@@ -1,5 +1,5 @@
-"""Multi-token prediction in one process is compared with the formula in plain torch. The tests also check which later
-tokens count towards the losses."""
+"""Multi-token prediction in one process is compared with an implementation of its formula in plain torch. The tests
+also check which later tokens count in the losses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.
 
 
 def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Return the sum of the main losses, and the sum of the losses for each of the two prediction depths. The losses
-    are computed by the formula of arXiv 2412.19437, using the norms, projections and layers of the model. A loop over
-    single tokens determines which tokens count."""
+    """Return the sum of the main losses, and the sums of the losses for the two prediction depths. The function
+    implements the formula of arXiv 2412.19437 with the norms, projections and layers of the model. It determines for
+    each token separately whether its loss counts."""
     b, s = batch.tokens.shape
     words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
     positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids
@@ -36,8 +36,8 @@ def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tens
             later = torch.arange(s) + k
             inside = later < s
             later = later.clamp(max=s - 1)
-            # Tokens beyond the end of the sample do not matter: their loss does not count, and no earlier token attends
-            # to them.
+            # Tokens beyond the end of the sample have no effect, because their loss does not count and no earlier token
+            # attends to them.
             embedded = words[batch.tokens[:, later] * inside] + table[positions[:, later] * inside]
             pair = torch.cat((module.enorm(embedded.transpose(0, 1)), module.hnorm(x)), -1)
             x = module.transformer(module.eh_proj(pair), BatchContext.of(batch))
@@ -53,8 +53,8 @@ def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tens
 
 
 def same_document(batch: Batch, row: int, i: int, k: int) -> bool:
-    """Return True if the label k places after token i's own label is in the same document, as far as the sample
-    shows."""
+    """Return True if the label k positions after the label of token i is in the same document. For a label beyond the
+    end of the sample, the document of the last token is compared instead."""
     if batch.document_ids is None:
         return True
     last = min(i + k + 1, batch.tokens.shape[1] - 1)

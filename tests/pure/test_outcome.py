@@ -1,4 +1,5 @@
-"""Status file that reports the state of a run to scripts, and the exit code for launchers."""
+"""Tests of the status file, which reports the state of a run to scripts, and of the exit code, which reports it to
+launchers."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_an_early_exit_is_reported(
 ) -> None:
     file = tmp_path / "outcome"
     monkeypatch.setenv(VARIABLE, str(file))
-    # Ranks on the second host also write the file.
+    # A rank on the second host writes the status file as well.
     with pytest.raises(SystemExit), early_end_told(Launch(2 + local_rank, 4, local_rank)):
         raise SystemExit(code)
     assert (lines(file)[0] if file.exists() else None) == (name and f"name={name}")

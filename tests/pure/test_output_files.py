@@ -1,4 +1,5 @@
-"""Output files are either complete or absent. Output never replaces devices, pipes and links."""
+"""Output files are either complete or absent. If the output path is a device, a pipe or a link, it is not replaced by a
+file."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def test_a_file_is_complete_or_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """Links must be preserved. For example, /dev/stdout is a link. If the output of a program is redirected to a file,
-    this link points to the file."""
+    """Links must be preserved. For example, /dev/stdout is a link, which points to a file if the output of the program
+    is redirected to the file."""
     link = tmp_path / "link"
     link.symlink_to("target")
     for text in ("first", "second"):
@@ -111,7 +112,7 @@ def test_metrics_continue_where_their_file_was_deleted_or_renamed(
 
 
 class KeptStorage(Storage):
-    """In-memory storage whose files belong to the class, so that all instances share them."""
+    """In-memory storage whose files are stored in the class, so that all instances share them."""
 
     files: ClassVar[dict[PurePath, bytes]] = {}
 

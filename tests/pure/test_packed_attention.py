@@ -1,5 +1,6 @@
-"""Attention over packed sequences equals attention with the dense mask. In these tests, a plain-torch twin with the
-same arguments replaces the GPU kernel. `tests/gpu/test_flash_tiles.py` tests the kernel itself."""
+"""Attention over packed sequences equals attention with the dense mask. In these tests, an implementation in plain
+torch with the same arguments replaces the GPU kernel. The kernel itself is tested in
+`tests/gpu/test_flash_tiles.py`."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ from tests.pure.test_tile_attention import (
 
 
 class Twin:
-    """Kernel that computes each sequence separately by the definition of FlashAttention. Keys and values must have
-    equal widths."""
+    """Replacement for the GPU kernel, which computes each sequence separately by the definition of attention. Keys and
+    values must have equal widths."""
 
     def __init__(self) -> None:
         self.seen = list[Lengths]()
         self.contiguous = True
-        """True if the rows of all gradients that this kernel has received were contiguous."""
+        """True if the rows of all gradients that the kernel has received so far were contiguous."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         starts = lengths[0].tolist()

@@ -41,7 +41,7 @@ def test_groups_partition_the_world_and_coordinates_invert(tp: int, pp: int, cp:
         assert sorted(rank for group in groups for rank in group) == list(range(dims.world_size))
         assert {len(group) for group in groups} == {dims.size(*axes)}
         for group in groups:
-            # Ranks of a group differ only along the group's axes.
+            # The ranks of a group differ only in their coordinates along the axes of the group.
             others = [axis for axis in dims.order_of(axes) if axis not in axes]
             assert len({tuple(dims.coords(rank)[axis] for axis in others) for rank in group}) == 1
     for rank in range(dims.world_size):

@@ -1,4 +1,4 @@
-"""Buffers, buckets and shards of any size contain each parameter element exactly once."""
+"""For any sizes of buffers, buckets and shards, each parameter element is contained exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of a path (such as a checkpoint or a data set) is recognized by the files that it contains."""
+"""The kind of a path, such as a checkpoint or a dataset, is recognized from the files that the path contains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CASES = [*((files, "", kind) for files, kind in TREES.items()), *((files, *case)
 
 
 def check_kind(root: Path, files: str, path: str, kind: str) -> None:
-    """Create files below `root`, and check that `path` is recognized as `kind` and that errors describe it so."""
+    """Create files below `root`, and check that `path` is recognized as `kind` and that error messages describe the
+    path as this kind."""
     root.mkdir(exist_ok=True)
     for file in files.split():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +59,8 @@ def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
 def test_an_extension_adds_kinds(tmp_path: Path) -> None:
-    """Path kinds that an extension adds are tried in their registered order. If a path has a kind that --load does not
-    accept, the error lists the kinds that --load accepts."""
+    """Path kinds that an extension adds are tried in the order of their registration. If a path is of a kind that
+    --load does not accept, the error message lists the kinds that --load accepts."""
     their = {"about": "is a model of theirs", "convert": "theirs {path}"}
     PATH_KINDS.register("theirs", lambda path: (Path(path) / "theirs").exists(), order=35, **their)
     PATH_KINDS.register("their_file", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="their file")

@@ -1,5 +1,5 @@
-"""torch.save files with pickles of a few bytes whose calls allocate gigabytes are refused; files that torch itself
-writes are accepted."""
+"""Files in the format of torch.save are refused if calls in their pickles would allocate gigabytes, even if the pickle
+has only a few bytes. Files that torch itself writes are accepted."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def zipped(body: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
 
 @pytest.mark.parametrize("attack", LARGE)
 def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Path) -> None:
-    """Files with these calls are refused in both formats of torch.save, whether they are read from memory or from
-    disk."""
+    """Files with these calls are refused in both formats of torch.save, no matter whether they are read from memory or
+    from disk."""
     for data in (zipped(LARGE[attack]), older(LARGE[attack])):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(pickle.UnpicklingError, match=r"^it (calls|asks for|states|changes|has) "):
@@ -106,7 +106,7 @@ def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Pat
 
 
 def test_copies_of_one_text_are_counted() -> None:
-    """The pickle stores a string once and copies it with calls of eight bytes each."""
+    """The pickle contains a string once, and copies the string with calls that take eight bytes each."""
     one = b"c__builtin__\nbytearray\nh\x00h\x01\x86Rq\x02"
     body = b"(" + text("a" * 100_000) + b"q\x00" + text("latin1") + b"q\x01" + one * 20 + b"t"
     with pytest.raises(pickle.UnpicklingError, match="its calls create more than"):
@@ -143,7 +143,7 @@ def values() -> dict[str, Any]:
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_torch_files_are_accepted(zip_format: bool, tmp_path: Path) -> None:
     whole = values()
-    if zip_format:  # torch cannot read these dtypes from the older format
+    if zip_format:  # torch cannot read these dtypes from files in the older format
         whole["further"] = [torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint16)]
     torch.save(whole, tmp_path / "file", _use_new_zipfile_serialization=zip_format)
     found = load_torch_file(tmp_path / "file")

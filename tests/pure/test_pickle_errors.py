@@ -1,4 +1,4 @@
-"""Errors with which torch refuses a pickle are reported in one line without torch's advice."""
+"""If torch refuses a pickle, its error is reported in one line, without torch's advice."""
 
 from __future__ import annotations
 

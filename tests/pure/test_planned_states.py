@@ -1,5 +1,5 @@
-"""Planned optimizer states: each element's state is on the rank that updates the element, and bytes are counted per
-rank. Needs no torch."""
+"""Tests of planned optimizer states. The state of each element is on the rank that updates the element, and bytes are
+counted per rank. The tests do not need torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_each_element_has_one_owner(dims: ParallelDims, distributed: bool) -> No
 
 
 def held(plan, param, state, place):
-    """Return the flat ranges of a state that are stored on a rank. The ranges depend on the kind of the state."""
+    """Return the ranges of the flattened state that are stored on a rank. The ranges depend on the kind of the
+    state."""
     if state.kind == ELEMENTS:
         return [param.part_within(*plan.owned_range(param, place))]
     if state.kind == MATRICES:

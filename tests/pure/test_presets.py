@@ -1,4 +1,5 @@
-"""Presets in configs/: each is valid on the ranks that its header names and has the stated number of parameters."""
+"""Tests of the presets in configs/. Each preset is valid for the number of ranks that its header states, and has the
+stated number of parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def stated(path: Path) -> tuple[int, int, int]:
 
 
 def size_of(name: str) -> float:
-    """Return the number of parameters that the name of a preset states, such as `8b` or `30b-a3b`."""
+    """Return the number of parameters that is part of a preset's name, such as `8b` or `30b-a3b`."""
     number, unit = re.fullmatch(r"([\d.]+)([mb])(?:-a\d+b)?", name).groups()  # type: ignore[union-attr]
     return float(number) * {"m": 1e6, "b": 1e9}[unit]
 
@@ -71,7 +72,7 @@ def planned_gib(path: Path) -> float:
 
 
 def test_one_gpu_presets_are_the_largest_that_fit() -> None:
-    """The memory includes 0.5 GiB for CUDA and 3 % for allocator fragmentation."""
+    """Of the memory of a GPU, 0.5 GiB are reserved for CUDA and 3 % for fragmentation of the allocator."""
     needed = {int(path.stem.removesuffix("gb")): planned_gib(path) for path in ONE_GPU}
     room = {size: 0.97 * size - 0.5 for size in needed}
     assert list(needed) == [8, 12, 16, 24, 48]
@@ -101,13 +102,14 @@ def test_a_given_vocabulary_or_tokenizer_overrides_a_preset() -> None:
 
 
 def some(items: Iterable[T], most: int) -> list[T]:
-    """Return at most `most` of the items, evenly spaced."""
+    """Return at most `most` evenly spaced items of `items`."""
     everything = list(items)
     return everything[:: -(-len(everything) // most)] if everything else []
 
 
 def check_suggestions(own: list[str], ranks: int) -> None:
-    """Append flags of layouts that --suggest may print to the run's own flags, and check that the result is valid."""
+    """Append the flags of suggested layouts to the run's own flags, as a user would with the output of --suggest, and
+    check that the result is valid."""
     run = pytest.importorskip("megatron.extensions.plan.planner.suggest.space").SearchedRun(
         resolve(parse_args(own), ranks), ranks
     )
@@ -117,7 +119,7 @@ def check_suggestions(own: list[str], ranks: int) -> None:
     for config in configs:
         pasted = resolve(parse_args([*own, *run.flags(config)]), ranks)
         assert validate(pasted, ranks) == [], run.flags(config)
-        # Ignore recompute_modules, which has no effect without selective recomputation.
+        # recompute_modules is ignored, because it has no effect without selective recomputation.
         if pasted.model.recompute_granularity != "selective":
             pasted = replace(pasted, model=replace(pasted.model, recompute_modules=config.model.recompute_modules))
         assert replace(pasted, given=config.given) == config

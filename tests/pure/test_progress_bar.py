@@ -1,4 +1,4 @@
-"""The progress of long operations is shown as lines in a log file, and as a progress bar on a terminal."""
+"""The progress of long operations is printed as lines to a log file, and shown as a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_logged_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that ends within half a minute prints no line. Longer work prints the remaining time every half minute."""
+    """Operations that end within half a minute print no line. Longer operations print the remaining time every half
+    minute."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines: list[str] = []
     times = iter([0.0, 10.0, 40.0, 40.0, 50.0, 75.0, 75.0, 100.0, 120.0, 120.0])

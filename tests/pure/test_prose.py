@@ -1,4 +1,5 @@
-"""English prose: proselint on the pages, and words to avoid (plain_words.toml) in pages, code and messages."""
+"""Tests of the English prose: proselint checks the documentation pages, and the words in plain_words.toml must not
+occur in pages, code and messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of random numbers that do not depend on the layout: initial weights and dropout masks. The tests need no
-process group."""
+"""Tests of random numbers that must not depend on the parallel layout, which are initial weights and dropout masks. The
+tests need no process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shard(meta: ParamMeta, rank: int, size: int, seed: int = 7, dtype: torch.dty
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use blocks that are far smaller than a tensor, so that they begin and end anywhere in a row."""
+    """Use blocks that are far smaller than a tensor, so that blocks begin and end in the middle of rows."""
     monkeypatch.setattr(init, "BLOCK", 37)
 
 
@@ -86,8 +86,8 @@ def test_values_depend_on_seed_and_parameter_name() -> None:
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("uniform", -0.5, 0.5), ("log_of_uniform", 1.0, 16.0)])
 def test_uniform_numbers_fill_their_range(kind: str, low: float, high: float) -> None:
-    """All numbers lie within the range and fill it evenly. A shard has the same numbers as the corresponding part of
-    the whole tensor."""
+    """All numbers are in the range and are distributed evenly over it. A shard contains the same numbers as the
+    corresponding part of the whole tensor."""
     meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high), role="hidden")
     whole = shard(meta, 0, 1)
     numbers = whole.exp() if kind == "log_of_uniform" else whole
@@ -106,7 +106,7 @@ def test_constants_are_filled_and_unknown_kinds_refused() -> None:
 
 class LargestTensor(TorchDispatchMode):
     """Dispatch mode that records the size of the largest tensor that an operator creates. Tensors that share storage
-    with `known` tensors are ignored."""
+    with the tensors in `known` are ignored."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -122,7 +122,8 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_initialization_allocates_only_the_shard_and_one_block(dim: int) -> None:
-    """One of 64 ranks fills its shard of a tensor of 16 blocks without allocating more than one block at a time."""
+    """A tensor of 16 blocks is sharded over 64 ranks. A rank initializes its shard without allocating more than one
+    block at a time."""
     meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02), role="hidden")
     coords = {"tp": (5, 64)}
     param = torch.nn.Parameter(torch.empty(meta.box(coords)[1]))
@@ -157,8 +158,9 @@ def test_dropout_has_the_right_rate_and_scale(p: float) -> None:
 
 
 def test_masks_are_independent_in_every_direction() -> None:
-    """Mask elements equal their neighbours along each dim as often as chance predicts. The same holds for the masks of
-    different samples, sites and heads. No row or column is dropped more often than chance allows."""
+    """Adjacent elements of a mask are equal as often as expected for independent elements, along each dim. The same
+    holds for the masks of different samples, dropout modules and heads. No row or column is dropped more often than
+    expected."""
     p, n = 0.5, 128 * 6 * 512
     samples = torch.tensor([0, 1, 2, 3, 1000, 2**33])
     mask = hidden_mask(samples, 128, 512, p=p).float()
@@ -181,8 +183,8 @@ def test_masks_are_independent_in_every_direction() -> None:
 
 
 def test_corners_of_mask_rectangles_are_independent() -> None:
-    """The hash of an element depends only on the sum of its row's bits and its column's bits. The elements at the four
-    corners of a rectangle must be independent nevertheless."""
+    """The hash of an element depends only on the sum of its row's bits and its column's bits. Nevertheless, the
+    elements at the four corners of a rectangle must be independent."""
     mask = hidden_mask(torch.arange(8), 128, 512, p=0.5)
     corners = mask ^ mask.roll(1, 0) ^ mask.roll(1, 2) ^ mask.roll((1, 1), (0, 2))
     assert abs(corners.float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(mask.numel())
@@ -203,8 +205,8 @@ def test_dropout_is_a_function_of_its_arguments() -> None:
 
 @pytest.mark.parametrize("chunk", [random.HASH_CHUNK, 100])
 def test_masks_match_exact_integer_arithmetic(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same hash in Python's unbounded integers proves that torch's overflows and shifts do not depend on the
-    machine."""
+    """The hash is also computed with Python's unbounded integers. Equal results show that overflows and shifts of torch
+    do not depend on the machine."""
     monkeypatch.setattr(random, "HASH_CHUNK", chunk)
 
     def absorb(state: int, value: int) -> int:

@@ -1,4 +1,5 @@
-"""Tests of files in object storage that are read in byte ranges, and of the bytes that loading a checkpoint fetches."""
+"""Tests of files in object storage that are read in byte ranges, and of the number of bytes that are fetched to load a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ ROOT = located("counted://bucket/run")
 
 @pytest.fixture
 def objects() -> Counted:
-    """Return the storage for counted:// URLs after deleting its files. This storage reads ahead, as an object store
-    does."""
+    """Return the storage for counted:// URLs, after deleting its files. The storage reads ahead, as storages of object
+    stores do."""
     found = storage_of(ROOT)
     assert isinstance(found, Counted)
     found.files, found.reads, found.read_ahead = {}, [], 16 << 20
@@ -64,7 +65,8 @@ def boxes(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedBoxes]:
 
 
 SIZES = [*[(3 << 20,)] * 2, (6 << 20,), (640, 1024), *[(1024,)] * 40, *[(300, 1024)] * 4]
-"""Shapes of 32-bit tensors: larger than the largest piece, at most one piece, and small."""
+"""Shapes of 32-bit tensors. Some tensors are larger than the largest piece that is read at once, some have at most the
+size of one piece, and some are small."""
 
 
 def test_a_load_fetches_each_byte_once(objects: Counted) -> None:
@@ -97,7 +99,8 @@ def test_the_index_is_read_in_one_request(objects: Counted) -> None:
 
 
 def test_a_ranged_file_reads_like_the_whole_file(objects: Counted) -> None:
-    """Reads inside, outside and across overlapping ranges, and past the end of the file, return the file's bytes."""
+    """Reads inside, outside and across overlapping ranges, and past the end of the file, return the same bytes as for
+    the whole file."""
     generator, path = random.Random(5), PurePath("file")
     whole = generator.randbytes(1 << 20)
     objects.files[str(path)] = whole

@@ -1,5 +1,5 @@
-"""Tests of model component combinations that no published family has. extensions/hugging_face/test_hf_parity.py tests
-those of published families."""
+"""Tests of combinations of model components that no published model family uses. The combinations of published families
+are tested in extensions/hugging_face/test_hf_parity.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled regions compute the same as uncompiled code, forward and backward."""
+"""Compiled regions compute the same results as uncompiled code, in the forward and in the backward pass."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BOUNDED = Bounded("swiglu", 0.7, 2.0)
 
 
 def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Tensor:
-    """Apply the activation function to x. With `biased`, the last token of x is used as the bias."""
+    """Apply an activation function to x. If `biased` is True, the last token of x serves as the bias."""
     bias = x[-1, -1] if biased else None
     if compiled:
         return FusedActivation(kind, True)(x, bias)
@@ -66,8 +66,8 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
 
 
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
-    """Multiply the rows of three experts by weights, add sharded biases, and return the result. The input also has two
-    spare rows at the end."""
+    """Return the result of multiplying the rows of three experts by weights and adding sharded biases. The last two
+    rows of the input are spare rows."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
     weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
     if compiled:
@@ -111,7 +111,7 @@ PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "interleaved rotary"),
     *("dropout", "cross_entropy"),
 )
-"""Regions to test. Of several similar regions, the one with the most operations is tested."""
+"""Names of the regions to test. Of several similar regions, only the region with the most operations is tested."""
 
 
 def check_region(run: Callable[[Tensor, bool], Tensor]) -> None:
@@ -141,7 +141,7 @@ def test_compilation_does_not_worsen_rounding_in_bf16() -> None:
 
 @compiles
 def test_a_static_region_is_compiled_for_each_shape() -> None:
-    """The region is compiled for more shapes than torch's recompile limit, beyond which torch normally runs code
+    """The region is called with more shapes than torch's recompile limit. Beyond this limit, torch normally runs code
     uncompiled."""
     x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,4 +1,5 @@
-"""Tests of registries: names, lazy imports, declared facts, and errors that name the place of registration."""
+"""Tests of registries. They cover names, lazy imports, declared facts, and error messages that name the place of
+registration."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_a_part_must_have_the_signature_of_its_kind() -> None:
 
 
 def registries() -> list[Registry[Any, Any, ...]]:
-    """Return all registries of the library by name."""
+    """Return all registries of the library."""
     load()
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
     found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
@@ -130,8 +131,8 @@ def test_a_substitute_is_built_where_it_applies() -> None:
 
 
 def test_parameters_count_as_the_constructor_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm with an additional parameter must neither be counted nor exported as an RMSNorm, even if it is registered
-    from a module of the library."""
+    """A norm with an additional parameter must not be counted or exported as an RMSNorm, even if a module of the
+    library registers it."""
     monkeypatch.setattr(NORMALIZATIONS, "_entries", dict(NORMALIZATIONS._entries))
     library: dict[str, Any] = {
         "__name__": "megatron.extensions.own.flags",

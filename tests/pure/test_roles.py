@@ -1,4 +1,4 @@
-"""Tests of parameter roles, and of initial values that depend on a parameter's role."""
+"""Tests of the roles of parameters, and of initial values that depend on the role of a parameter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every configuration rule, with flags that break the rule and the resulting message. The tables are in the folder
-rules/ and in the folders of extensions."""
+"""Tests of all configuration rules. Tables in the folder rules/ and in the folders of extensions contain, for each
+rule, flags that violate the rule and the expected message."""
 
 from __future__ import annotations
 

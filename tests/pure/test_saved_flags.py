@@ -1,4 +1,4 @@
-"""A run that resumes from a checkpoint takes some flags from the checkpoint's configuration."""
+"""A run that resumes from a checkpoint takes the values of some flags from the configuration in the checkpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_the_model_and_the_schedule_come_from_the_checkpoint(folder: Path) -> No
     assert (model.num_layers, model.hidden_size, model.swiglu) == (6, 64, True)
     taken = optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.weight_decay
     assert taken == (3e-4, 1e-5, "cosine", 0.1)
-    assert optimizer.lr_decay_iters == 500  # the decay length is that of the saved run
+    assert optimizer.lr_decay_iters == 500  # the decay length is the length of the saved run
     assert model.recompute_granularity == "none" and optimizer.clip_grad == 1.0
     assert "--hidden-size is 64, as in the checkpoint, not 32" in notes
     assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes
 
 
 def test_the_tokenizer_comes_from_the_checkpoint_unless_given(tmp_path: Path) -> None:
-    """If the original tokenizer files are missing, the copies that the run keeps next to its checkpoints are used."""
+    """If the original tokenizer files are missing, the run uses the copies that it keeps next to its checkpoints."""
     gone, kept, asks = tmp_path / "gone", tmp_path / "tokenizer", ["--load", str(tmp_path), ASKS[0]]
     kept.mkdir()
     (kept / "tokenizer.json").write_text("{}")

@@ -1,5 +1,5 @@
-"""For ranges of sizes, every pipeline schedule is complete, does not deadlock, and has the bubble that its paper
-states."""
+"""For many numbers of ranks, stages and micro-batches, every pipeline schedule is complete, does not deadlock, and has
+the bubble that its paper states."""
 
 import re
 
@@ -73,8 +73,8 @@ def test_every_small_schedule_runs_with_alternating_passes(schedule, v):
     ("schedule", "v", "p"), [*((*each, p) for each in IN_TURNS for p in (1, 2, 4)), ("1f1b", None, 1)]
 )
 def test_alternating_passes_hide_all_to_alls_at_the_full_rate(schedule, v, p):
-    """An additional round of micro-batches extends the step by its computation time only, because its all-to-alls
-    overlap with computation."""
+    """Additional micro-batches extend the step only by their computation time, because their all-to-alls overlap with
+    computation."""
 
     def run(m, in_turns):
         costs = StageCosts(2, 2, 2, exchanges=4, exchange=0.3)
@@ -84,8 +84,8 @@ def test_alternating_passes_hide_all_to_alls_at_the_full_rate(schedule, v, p):
     assert second.makespan - first.makespan == pytest.approx(4 * p * (v or 1) * 6)
     assert apart.exposed == pytest.approx(apart.exchanging)
     assert 0 < second.exposed / second.exchanging < first.exposed / first.exchanging < 0.7
-    # zb-h2 runs one more forward pass in advance. Other schedules hold this forward pass back until a backward pass
-    # starts.
+    # With interleaved passes, zb-h2 holds the activations of one more forward pass. The other schedules delay this
+    # forward pass until a backward pass starts, so their peak does not change.
     if schedule != "zb-h2":
         assert second.peak_activations == apart.peak_activations
     else:
@@ -136,8 +136,8 @@ def test_backward_passes_are_split_where_the_schedule_says_so():
 
 
 def test_placing_messages_hardly_costs_time():
-    """The test detects receives that are posted too late, because such a receive delays its message by more than the
-    transfer time."""
+    """A receive that is posted too late would delay its message by more than the transfer time, which the test would
+    detect."""
     costs = StageCosts(1.85, 1.8, 0.93, comm=0.2)
     for schedule in PIPELINE_SCHEDULES:
         for p, m in ((4, 8), (8, 24), (8, 13)):
@@ -217,8 +217,8 @@ def test_lists_are_cut_where_no_message_is_in_flight(schedule):
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
     """No send waits for a receive, even if the messages of each lane are executed in order, as with NCCL. Interleaved
-    schedules on an odd number of ranks are skipped: the first and the last rank are both even, so both send on the lane
-    between them."""
+    schedules on an odd number of ranks are skipped, because the numbers of the first and the last rank are both even,
+    so that both ranks send on the lane between them."""
     for v in ANY_V.get(schedule, (None,)):
         for p in (2, 3, 4, 5):
             layout = layout_of(schedule, p, v)

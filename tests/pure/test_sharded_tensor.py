@@ -1,5 +1,5 @@
-"""Ranges of a flat buffer are converted to N-dimensional boxes, which torch.distributed.checkpoint (DCP) saves and
-loads."""
+"""Tests of the conversion of ranges of a flat buffer to N-dimensional blocks, which torch.distributed.checkpoint (DCP)
+saves and loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from megatron.core.parallel_state import Axis
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int, int]:
-    """Draw a global shape, the offset and shape of a local box, and the start and stop of a flat range in the box."""
+    """Draw the shape of a global tensor, the offset and shape of a local block, and the start and end of a flat range
+    in the block."""
     shape = draw(st.lists(st.integers(1, 5), max_size=5))
     offset = [draw(st.integers(0, 3)) for _ in shape]
     whole = [o + n + draw(st.integers(0, 2)) for o, n in zip(offset, shape, strict=True)]
@@ -56,7 +57,7 @@ def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
 
 
 def test_overlapping_boxes_and_dtype_changes_survive_a_round_trip(tmp_path) -> None:
-    """One call of load fills target boxes that overlap and have different dtypes."""
+    """A single call of `load` fills target blocks that overlap and have different dtypes."""
     values = torch.randn(4, 6)
     scalar = torch.tensor(2.5)
     halves = [((0, 0), values[:, :2]), ((0, 2), values[:, 2:])]
@@ -87,8 +88,8 @@ def test_replicas_do_not_write(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_a_buffer_is_written_without_a_copy(dtype: torch.dtype) -> None:
-    """DCP copies a tensor if the tensor's storage is larger than the tensor itself. The tensor must therefore have a
-    storage of exactly its size."""
+    """DCP copies a tensor if its storage is larger than the tensor. To avoid this copy, the storage must have exactly
+    the size of the tensor."""
     buffer = torch.arange(24).to(dtype)
     boxes = ShardedBoxes((6, 2), [((0, 0), buffer[4:8].view(2, 2)), ((2, 0), buffer[8:16].view(4, 2))])
     for index, (offset, first) in enumerate((((0, 0), 4), ((2, 0), 8))):

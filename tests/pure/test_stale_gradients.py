@@ -1,6 +1,6 @@
 """The first micro-batch of a step overwrites the gradients of the previous step instead of adding to zeros.
 
-The parity matrix fills old gradients with NaN before each step, in one process and under all layouts.
+The parity matrix sets old gradients to NaN before each step, in one process and under all layouts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_gradients_are_bit_identical_to_sums_from_zeros(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The padding in the gradient buffers must also be equal, because gradient norms include the padding. Depending on
-    `together`, small gradients are processed in groups or one by one."""
+    """The padding of the gradient buffers must also be equal, because gradient norms include the padding. Depending on
+    `together`, small gradients are processed in groups or individually."""
     expected = gradients(overwrite=False)
     monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", 3)
     monkeypatch.setattr(param_and_grad_buffer, "LARGEST", 100)

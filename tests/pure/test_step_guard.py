@@ -1,4 +1,4 @@
-"""Tests of the dynamic loss scale in each step, and of the overflows that it causes."""
+"""Tests of the dynamic loss scale and of the overflows that it causes."""
 
 from __future__ import annotations
 

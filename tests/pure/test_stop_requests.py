@@ -1,4 +1,4 @@
-"""Stop requests that arrive before the first step."""
+"""Tests of stop requests that arrive before the first step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.training.reliability.stop_requests import StopRequests
 
 
 def looks(unsaved: bool) -> tuple[list[str | None], list[StopRequests]]:
-    """Return each of two ranks' final decision about a stop request. The stop request arrives before the ranks know
-    whether their state is saved."""
+    """Return the final decisions of two ranks about a stop request that arrives before the ranks know whether their
+    state is saved."""
     store = dist.HashStore()
     boards, ranks = [Board(store, Launch(rank, 2)) for rank in range(2)], [StopRequests() for _ in range(2)]
     ranks[1].ask(Request("resume", "SIGTERM"))

@@ -23,14 +23,14 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4 + [2] * 13, [0] * 24, [5] * 1 + [6] 
 
 def operands(groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(groups)
-    # As in layers, the operands are non-contiguous views of one projection.
+    # As in transformer layers, the operands are non-contiguous views of the output of one projection.
     qkv = torch.randn(LENGTH, 3, groups, 4 // groups + 2, 8, generator=generator, dtype=torch.float64).to(dtype)
     q, k, v = qkv.split((4 // groups, 1, 1), dim=3)
     return tuple(x.detach().requires_grad_() for x in (q.flatten(2, 3), k.squeeze(3), v.squeeze(3)))  # type: ignore[return-value]
 
 
 class NarrowTiles(TorchKernel):
-    """Kernel that limits tiles to five queries, as tiles are limited for long sequences."""
+    """Kernel that limits tiles to five queries. Real kernels limit the tiles of long sequences."""
 
     most_queries = 5
 
@@ -54,8 +54,8 @@ def dense(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Attention by its definition: softmax over the whole row, with -inf for hidden keys. An attention sink is an
-    additional score that takes part in the softmax but has no value."""
+    """Attention according to its definition, with a softmax over the whole row and a score of -inf for masked keys. An
+    attention sink is an additional score that takes part in the softmax but has no value."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * SCALE
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -108,8 +108,8 @@ KERNELS: dict[str, Kernel] = {
 def compare(
     kernel: Kernel, groups: int, window: int | None, documents: Tensor | None, sinks: Tensor | None = None
 ) -> None:
-    """Compare a kernel with dense masked attention. The queries are either all queries, or those of one
-    context-parallel rank that has gathered all keys."""
+    """Compare a kernel with dense masked attention, both for all queries and for the queries of one context-parallel
+    rank that has gathered all keys."""
     inputs = operands(groups)
     leaves = inputs if sinks is None else (*inputs, sinks)
     causal = Causal(kernel, None if documents is None else document_starts(documents.tolist()), window)
@@ -173,7 +173,7 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
 
 def test_no_whole_score_matrix_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """With packed documents, no tile is larger than the longest document. A tile has at most as many queries as the
-    kernel accepts. Scores of keys after the query are computed only in diagonal tiles."""
+    kernel accepts. Scores of keys that follow the query are computed only in diagonal tiles."""
     sizes, original = list[tuple[int, int]](), TorchKernel._scores
     monkeypatch.setattr(
         TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
@@ -189,8 +189,8 @@ def test_no_whole_score_matrix_is_allocated(monkeypatch: pytest.MonkeyPatch) -> 
 
 def scores_of_sequence(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
     """Return the attention scores [heads, n, m] according to the definition of FlashAttention for GPUs. Query i of n is
-    aligned with key i + m - n of m, and attends to `left` keys before that key and to `right` keys after it; -1 means
-    all."""
+    aligned with key i + m - n of m. The query attends to this key, to `left` keys before it and to `right` keys after
+    it, where -1 means all keys."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     at = torch.arange(len(q))[:, None] + len(k) - len(q)
     key = torch.arange(len(k))
@@ -220,8 +220,8 @@ def varlen_backward(
         queries, keys, values = (x.detach().requires_grad_() for x in (q[a:b], k[c:d], v[c:d]))
         with torch.enable_grad():
             scores = scores_of_sequence(queries, keys, scale, left, right)
-            # The rows are parts of longer rows, so they use the log-sum-exp of the whole row and the mean of the whole
-            # row's gradient.
+            # Each row of scores is part of a longer row, so the log-sum-exp and the mean gradient of the whole row are
+            # used.
             weights = (scores - lse[:, a:b, None]).exp()
             grad_weights = torch.einsum(
                 "nhd,mhd->hnm", grad[a:b], values.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -239,7 +239,8 @@ def varlen_backward(
 def test_packed_tiles_match_dense_masked_attention(
     groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's definition replaces the GPU kernel and receives the same packed operands and windows."""
+    """An implementation of the kernel's definition replaces the GPU kernel, and receives the same packed operands and
+    windows."""
     monkeypatch.setattr(flash_kernels, "flash_attention_forward", varlen_forward)
     monkeypatch.setattr(flash_kernels, "flash_attention_backward", varlen_backward)
     compare(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

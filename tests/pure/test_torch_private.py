@@ -1,4 +1,4 @@
-"""Each private name of torch that this program uses must exist, and only one module may use private names."""
+"""Each private name of torch that this library uses must exist, and only one module may use private names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXPLAINED = {
     # This file replaces parts of torch's compiler to generate GPU code without a GPU. Only its own command imports it.
     "tools/bench/fake_cuda.py",
 }
-"""Files that may use private names of torch. The comment above each file gives the reason."""
+"""Files that may use private names of torch. The comment before each file states the reason."""
 
 OTHERS = {"_asdict", "_exit", "_fields", "_make", "_replace", "_current_frames", "_getframe"}
-"""Underscored names of Python's named tuples, `os` and `sys`."""
+"""Names with a leading underscore in Python's named tuples, `os` and `sys`."""
 
 PACKAGE_OF_FLASH_ATTENTION_3 = {"_flash_attn_forward", "_flash_attn_backward"}
 """Names that belong to the flash-attention package rather than to torch."""
@@ -53,7 +53,8 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def root(node: ast.expr) -> str:
-    """Return the name at the start of a chain of attributes, calls and subscripts, or "" if there is none."""
+    """Return the name at the start of a chain of attributes, calls and subscripts, or "" if the chain does not start
+    with a name."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -87,7 +88,7 @@ def found_in(trees: dict[Path, ast.AST], known: set[str]) -> dict[str, list[str]
 
 
 def known_names() -> set[str]:
-    """Return the private names that megatron's module for torch's private names reads."""
+    """Return the private names of torch that `megatron.core.torch_private` uses."""
     attributes = (node.attr for node in ast.walk(ast.parse(PRIVATE.read_text())) if isinstance(node, ast.Attribute))
     return {name for name in attributes if is_private(name)}
 
@@ -131,7 +132,7 @@ def test_every_private_name_states_its_purpose() -> None:
 
 
 def test_private_names_behave_as_described() -> None:
-    """The functions look up torch's names when they are called. Aliases are bound to torch's objects when the module is
+    """Functions look up torch's names when they are called, but aliases are bound to torch's objects when the module is
     imported."""
     x = torch.ones(2, 3)
     view = x[1:]

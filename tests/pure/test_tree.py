@@ -64,14 +64,14 @@ def test_every_folder_of_the_library_is_a_package() -> None:
 
 
 def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    """The default of pytest's norecursedirs would skip folders with names such as dist and build."""
+    """By default, pytest skips folders with names such as `dist` and `build` (option norecursedirs)."""
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
     assert [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)] == []
 
 
 def test_ruff_checks_every_folder() -> None:
-    """By default, ruff would skip tests/dist, because it excludes all folders named `dist`."""
+    """By default, ruff excludes all folders named `dist` and would therefore skip tests/dist."""
     shown = python_apart("-m", "ruff", "check", "--show-files", str(ROOT), code=0)
     looked_at = {Path(line) for line in shown.stdout.splitlines()}
     folders = ("megatron", "tools", "research", "tests", "examples")
@@ -86,7 +86,7 @@ def modules() -> dict[str, Path]:
 
 
 def layers() -> list[str]:
-    """Return the modules and packages that the contract in pyproject.toml names, from the top down."""
+    """Return the modules and packages in the layers contract of pyproject.toml, from the top layer down."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = next(c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     return [name.strip() for layer in contract["layers"] for name in layer.split(":")]
@@ -153,8 +153,8 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def exists(name: str, packages: dict[str, ast.Module]) -> bool:
-    """Return True if a dotted name is a module, or if the part after the longest module prefix is a name in that
-    module."""
+    """Return True if a dotted name is a module, or if all parts after its longest prefix that is a module are names in
+    this module."""
     parts = re.split("[.:]", name)
     found = max((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in packages), default=0)
     named = set(names_in(packages[".".join(parts[:found])])) if found else set()
@@ -163,12 +163,12 @@ def exists(name: str, packages: dict[str, ast.Module]) -> bool:
 
 DOTTED = re.compile(r"`(megatron(?:[.:]\w+)+)(?:\(.*?\))?`")
 CAMEL = re.compile(r"`([A-Z][a-z]\w*[A-Z]\w*)(?:\.\w+)*(?:\(.*?\))?`")
-"""Pattern for a class name in backticks, optionally followed by an attribute or a call. `MyOptimizer` and similar names
-mean a class of the reader."""
+"""Pattern for a class name in backticks, optionally followed by an attribute or a call. Names such as `MyOptimizer`
+stand for a class that the reader writes."""
 
 
 def missing(text: str, packages: dict[str, ast.Module], known: set[str]) -> list[str]:
-    """Return names in backticks that a text cites but that do not exist."""
+    """Return the names in backticks in a text that do not exist."""
     dotted = [name for name in DOTTED.findall(text) if not exists(name, packages)]
     return dotted + [name for name in CAMEL.findall(text) if name not in known and not name.startswith("My")]
 
@@ -186,7 +186,7 @@ def test_names_cited_in_docstrings_exist() -> None:
 
 
 def test_the_library_does_not_know_its_extensions() -> None:
-    """Only entry points load extensions. The import linter would not see an import by string."""
+    """Only entry points may load extensions. The import linter does not detect imports of modules by a string."""
     found = []
     for folder in ("core", "training"):
         for path in sorted((ROOT / "megatron" / folder).rglob("*.py")):
@@ -203,8 +203,8 @@ ABOUT_OTHER_EXTENSIONS = {"megatron/core/torch_private.py"}
 
 
 def test_the_library_names_no_flag_of_an_extension() -> None:
-    """Core and training code must not depend on the name of an extension's flag. Any property of the flag that they
-    need must be declared in the flag's field, as in `FlagSpec`."""
+    """Core and training code must not contain the names of extensions' flags. If the code depends on a property of such
+    a flag, the flag's field must declare this property, as in `FlagSpec`."""
     load()
     own = {flag.field: flag for flag in all_flags() if sections()[flag.section].__module__.startswith("megatron.ext")}
     flags = {spelling for flag in own.values() for spelling in flag.shown}
@@ -226,8 +226,8 @@ def test_the_library_names_no_flag_of_an_extension() -> None:
 
 
 def test_only_tests_replace_attributes_with_mocks() -> None:
-    """Library code must not use mocks to vary its behaviour. Variable behaviour, such as the device of a plan, must be
-    an argument. Only `megatron.training.foreign` replaces functions of other libraries."""
+    """Library code must not use mocks to vary its behavior. If its behavior varies, for example with the device of a
+    plan, an argument must determine it. Only `megatron.training.foreign` replaces functions of other libraries."""
     files = [path for folder in ("megatron", "tools", "research") for path in (ROOT / folder).rglob("*.py")]
     importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
     assert len(files) > 400
@@ -240,7 +240,8 @@ LIMITED = trees("megatron", "tools", "research")
 ARGUMENTS = 8
 
 KEYWORDS_OF_LM_EVAL = "lm_eval_model.model: CheckpointLM.__init__"
-"""lm-eval passes the user's `--model_args` and the arguments of lm-eval's own classes by keyword."""
+"""Constructor whose many arguments are required by lm-eval, which passes the user's `--model_args` and the arguments of
+its own classes by keyword."""
 
 PAST_ARGUMENTS = {
     KEYWORDS_OF_LM_EVAL,
@@ -270,7 +271,7 @@ def arguments_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_functions_have_few_arguments() -> None:
-    """Triton kernels may have more arguments, because a launch passes all values as arguments."""
+    """Triton kernels may have more arguments, because all values must be passed to a kernel as arguments."""
     found = {
         f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removeprefix('megatron.')}: {name}"
         for path, tree in LIMITED.items()
@@ -291,7 +292,7 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short() -> None:
-    """Lines of signatures, docstrings and nested functions count."""
+    """The number of lines includes signatures, docstrings and nested functions."""
     found = [
         f"{place(path, function)}: {name} has {lines} lines"
         for path, tree in LIMITED.items()
@@ -302,7 +303,7 @@ def test_functions_are_short() -> None:
 
 
 def test_an_assignment_binds_at_most_two_targets() -> None:
-    """A single value may be unpacked into more targets."""
+    """An assignment that unpacks a single value may have more targets."""
     found = []
     for path, tree in LIMITED.items():
         for node in ast.walk(tree):
@@ -322,7 +323,7 @@ def depth(tree: ast.AST) -> int:
 
 
 def test_comprehensions_are_not_nested_twice() -> None:
-    """Comprehensions also must not have more than three `for` clauses."""
+    """In addition, comprehensions must not have more than three `for` clauses."""
     found = []
     for path, tree in LIMITED.items():
         for node in ast.walk(tree):

@@ -1,4 +1,5 @@
-"""Malformed values in the rendezvous store are treated as missing and end neither a thread nor a run."""
+"""Malformed values in the rendezvous store are treated as missing values, and cause neither a thread nor a run to
+end."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_invalid_values_on_the_board_count_as_missing(garbage: bytes, capsys: py
     said = capsys.readouterr().err
     assert said.startswith("rank 0 of 1 on ") and said.count("\n") == 1
     assert ": ignored the value of cause in the rendezvous store: " in said
-    assert board.ignored.count == 5  # a malformed value is counted once, even though it is read three times
+    assert board.ignored.count == 5  # each malformed value is counted once, even though it is read three times
     failure = Failure(0, "rank 0", "step 3", "an error", "what", "advice")
     assert board.post_cause(failure) == failure == board.cause()
     board.ask(0, Request("save", "why"))
@@ -93,7 +94,7 @@ def test_causes_of_unknown_ranks_and_requests_of_unknown_kinds_are_ignored() -> 
         assert board.cause() is None
     board.store.set("ask/0", '{"kind": "run", "why": "it"}')
     assert board.asked(0) is None
-    for pid in (0, -1):  # a signal to such a pid would go to a process group
+    for pid in (0, -1):  # a signal to such a pid would be sent to a process group
         board.store.set("peer/1", json.dumps(PEER | {"pid": pid}))
         assert 1 not in board.neighbours()
         board.peers.clear()

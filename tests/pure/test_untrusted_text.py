@@ -1,5 +1,4 @@
-"""Tests of untrusted YAML and JSON. Disallowed contents of a settings file are refused quickly, with a one-line
-error."""
+"""Tests of untrusted YAML and JSON files. Contents that are not allowed are refused quickly, with a one-line error."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megatron.training.config.saved_flags import check_types, saved_metadata
 from megatron.training.config.yaml_text import MOST_BYTES, compose_yaml, load_yaml
 
 TENFOLD = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
-"""Each line expands to ten times as many values as the previous line."""
+"""YAML text in which each line expands to ten times as many values as the previous line."""
 
 REFUSED = {
     "aliases that expand": (f"a0: &a0 x\n{TENFOLD}", "line 6: a value stands for more than 100,000 values"),

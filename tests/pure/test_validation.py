@@ -76,8 +76,7 @@ def test_every_path_flag_declares_whether_it_accepts_urls() -> None:
 
 
 def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
-    """Return a hypothesis strategy for command-line words that set the flag to any value of its type, valid or
-    invalid."""
+    """Return a hypothesis strategy for command-line words that set the flag to a valid or invalid value of its type."""
     if flag.kind is bool:
         return st.just([flag.name])
     if flag.spec.choices:
@@ -106,7 +105,7 @@ ANY_FLAGS = st.lists(
 @example([["--attention-module", "normed_values"]], 1, False)
 @example([["--num-distributed-optimizer-instances", "2"], ["--tensor-model-parallel-size", "-1"]], 1, True)
 def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: bool) -> None:
-    """Every error is reported rather than raised, and a valid configuration gives a layout."""
+    """Every error is reported rather than raised, and every valid configuration has a layout."""
     words = [word for flag in flags for word in flag]
     config = parse_args([*(argv("") if good else []), *words])
     found = validate(config, world_size)
@@ -141,8 +140,7 @@ def test_resolve_fills_derived_values() -> None:
     ("hidden_size", "width"), [(8, 64), (24, 64), (47, 64), (48, 128), (1024, 2688), (4096, 10880), (5120, 13632)]
 )
 def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: int) -> None:
-    """The default widths equal Megatron-LM's. Models whose width would be below 64 are the only exception; their width
-    is 64."""
+    """The default widths are the same as in Megatron-LM, except that the minimum width is 64."""
     assert TransformerConfig(hidden_size=hidden_size, swiglu=True).ffn_size == width
     assert TransformerConfig(hidden_size=hidden_size).ffn_size == 4 * hidden_size
 
@@ -163,13 +161,14 @@ def test_gelu_is_exact_without_the_fused_kernel_of_bias_and_gelu(flags: str, nam
     config = parse_args(argv(flags))
     resolved = resolve(config, 1)
     assert config.model.activation == resolved.model.activation == name
-    # Checkpoints record which GeLU was used.
+    # Checkpoints record which variant of GeLU was used.
     assert resolved.model.activation_func == (name if "gelu" in name else None)
     assert not validate(resolved, 1) and resolve(resolved, 1) == resolved
 
 
 def test_resolve_takes_the_larger_vocabulary() -> None:
-    """The candidates are the tokenizer's vocabulary and --vocab-size, which may reserve room for more tokens."""
+    """The vocabulary size is the larger of the tokenizer's vocabulary size and --vocab-size, which may reserve room for
+    more tokens."""
     flags = argv("--tokenizer-type ByteTokenizer --vocab-size 100")
     assert resolve(parse_args(flags), 1, vocab_size=101).model.vocab_size == 101
     assert resolve(parse_args(flags), 1, vocab_size=99).model.vocab_size == 100
@@ -177,8 +176,8 @@ def test_resolve_takes_the_larger_vocabulary() -> None:
 
 
 def broken_remedies(words: list[str], world_size: int) -> list[str]:
-    """Return those problems of a command line whose suggested "nearest" value another rule for the same flag
-    refuses."""
+    """Return the problems of a command line whose suggested "nearest" value is refused by another rule for the same
+    flag."""
     config = parse_args(words)
 
     def judge(config: RunConfig) -> list[Problem]:

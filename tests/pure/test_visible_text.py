@@ -1,4 +1,4 @@
-"""Control characters in values are shown as text, not sent to the terminal."""
+"""Control characters in values are shown as text instead of being sent to the terminal."""
 
 from __future__ import annotations
 
