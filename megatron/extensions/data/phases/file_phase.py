@@ -48,8 +48,9 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Return the unused document pieces of the partially consumed segment. A source's sample order consists of
-    segments, and at most one segment is partially consumed. Return None if there is no such segment."""
+    """Return the parts of documents that the current segment of a data source has not used yet. A source's sample order
+    consists of segments. The current segment is the one of which some, but not all samples were consumed. Return None
+    if there is no current segment."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -59,8 +60,8 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """Convert the result of `DocumentSamples.rest` to `Pieces`. One process per node computes the pieces and caches
-    them in index files."""
+    """Return the parts of documents that remain in a segment after its first `taken` samples. One process per node
+    computes them and caches them in index files."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))

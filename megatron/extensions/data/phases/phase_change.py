@@ -45,7 +45,7 @@ def is_over(run: TrainingRun) -> bool:
 
 
 def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
-    """Switch all parts of the run to the configuration, data and learning-rate schedule of `phase`."""
+    """Switch the run to the configuration, data and learning-rate schedule of `phase`."""
     started = run.config is not run.plan.base
     config = run.config = phase.config
     run.forward_backward = replace(run.forward_backward, config=config)

@@ -68,8 +68,7 @@ class Chunk:
     """Approximate size of all records in the chunk, in bytes."""
 
     consumed: int
-    """Position in the stored (possibly compressed) file, in bytes, up to which it was read when the chunk was
-    complete."""
+    """Number of bytes of the stored (possibly compressed) file that had been read when the chunk was complete."""
 
     of_json: bool
     """True if each line of the file is a JSON value."""

@@ -29,7 +29,7 @@ FILES = (CONFIG, MAP, ADDED)
 DECODER = "added_tokens_decoder"
 EXTRA = "extra_special_tokens"
 LEGACY_EXTRA = "additional_special_tokens"
-"""Key for special tokens without a role in older tokenizer_config.json files."""
+"""Key of older tokenizer_config.json files that contains the special tokens without a role."""
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

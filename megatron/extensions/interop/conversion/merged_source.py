@@ -30,7 +30,7 @@ class Part:
 
 
 class MergedSource(Source):
-    """Conversion source that returns the weighted mean of models with equal configurations.
+    """Conversion source that returns the weighted mean of models with the same architecture.
 
     The tensors of the models are added in the order of `parts`, and only the sum is rounded to the output dtype. The
     sum is computed in fp64 if a model stores the tensor in fp64, and otherwise in fp32. For each tensor, a process
@@ -39,8 +39,8 @@ class MergedSource(Source):
     progress are taken from the last model whose checkpoint records its progress. If no checkpoint records its progress,
     the last model's configuration is used. The tokenizer files are taken from the last model that has tokenizer files.
 
-    The constructor raises ValueError if the parts are different models. Reading a tensor raises ValueError if it
-    contains NaN or infinite values.
+    The constructor raises ValueError if the models in `parts` have different parameters, or would compute different
+    outputs from equal parameters. Reading a tensor raises ValueError if it contains NaN or infinite values.
     """
 
     def __init__(self, parts: Sequence[Part], merged: dict[str, object], with_state: bool) -> None:

@@ -136,7 +136,7 @@ class HFTarget(Target):
         return self.source.dtype(placement.meta.name, self.options.dtype)
 
     def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
-        """Read the parameter or state of `placement` and convert it to Hugging Face tensors."""
+        """Read the parameter or untrained buffer that `placement` describes, and convert it to Hugging Face tensors."""
         if placement.state_dtype is None:
             return placement.to_theirs(self.source.read(placement.meta.name, self.options.dtype))
         return placement.to_theirs(self.source.read_state(placement.meta, self._dtype(placement)))

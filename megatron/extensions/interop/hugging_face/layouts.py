@@ -1,5 +1,5 @@
-"""Bit-exact conversion between parameters of this program and Hugging Face tensors. This module defines the classes of
-layouts. `named_layouts` defines the instances that a family file can select by name.
+"""Bit-exact conversion between parameters of this program and Hugging Face tensors. This module defines the layout
+classes. `named_layouts` defines the layouts that a family file can select by name.
 """
 
 from __future__ import annotations

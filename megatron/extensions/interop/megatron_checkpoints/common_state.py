@@ -65,7 +65,8 @@ def load_pickle(path: Path, kind: type | UnionType) -> object:
 
 
 def _numpy_names(numpy: ModuleType) -> list[object]:
-    """Return the numpy types and functions that occur in pickled arguments and random generator states."""
+    """Return the numpy types and functions that occur in pickled arguments and in pickled states of random number
+    generators."""
     try:
         from numpy._core import multiarray
     except ImportError:  # numpy 1

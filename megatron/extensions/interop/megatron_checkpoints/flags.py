@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, read_latest
 
 COMMON = "common.pt"
-"""Name of the file with all content that is not a tensor."""
+"""Name of the checkpoint file that contains everything except the tensors."""
 
 
 def iteration_folder(path: Path) -> Path:

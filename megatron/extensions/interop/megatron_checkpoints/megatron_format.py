@@ -214,7 +214,7 @@ class MegatronSource(Source):
         return with_rows(tensor, self.rows.get(name, len(tensor))).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Check that optimizer states are assigned to the right parameters. Megatron-LM checkpoints contain no
+        """Check that the optimizer states are assigned to the correct parameters. Megatron-LM checkpoints contain no
         checksums that could be verified."""
         if self.checks_states:
             self.tensors.check_states()

@@ -43,7 +43,7 @@ class SameAs:
     """Translation of the flag into other flags. `{}` is replaced by the values of the flag."""
 
     quiet: bool = False
-    """True to log no notice, because the flag is a common spelling."""
+    """True if the translation is not logged, because the flag is a common spelling."""
 
     cost: str = ""
     """Disadvantage of the translated flags compared with the original flag. The disadvantage is logged."""
@@ -85,8 +85,8 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """Treatment of another program's flags. The tables cover flags that have no configuration field in this program,
-    and flag values that this program does not support."""
+    """Tables that define how this program treats another program's flags. The tables cover flags that have no
+    configuration field in this program, and flag values that this program does not support."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
@@ -184,7 +184,7 @@ class ForeignFlags:
         return ours != texts
 
     def _read_as(self, reader: FlagReader, name: str, texts: list[str], entry: SameAs) -> None:
-        """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` takes
+        """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` accepts
         no value."""
         words = entry.flags.split()
         fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # True if the entry's key is "FLAG VALUE"

@@ -39,8 +39,8 @@ class NewTokens:
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if a parameter or state has one row per vocabulary token along dim 0. `shape` is the shape of the
-        parameter or state in the run."""
+        """Return True if a parameter or untrained buffer has one row per vocabulary token along dim 0. `shape` is the
+        shape of the parameter or buffer in the run."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 

@@ -66,7 +66,7 @@ def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], 
     """Read this rank's shards of all parameters and main parameters from a Hugging Face folder.
 
     If the run's vocabulary has tokens that the folder lacks, the embedding and output rows of these tokens are
-    initialized, and a line is logged. Returns the number of multi-token prediction depths in the folder, and the
+    initialized, and a line is logged. Return the number of multi-token prediction depths in the folder, and the
     `Origin` that the run's checkpoints will record. Raises ValueError if the run's vocabulary is smaller than the
     folder's, or if the weights do not match the run's model.
     """
