@@ -37,7 +37,7 @@ class HeadScaledAttention(nn.Module):
         """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism divides s by cp."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.heads_of_group + 2, self.head_dim))  # [s, b, groups/tp, rows, d]
         q, k, v = qkv.split((self.heads_of_group, 1, 1), dim=3)
-        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)  # [s, b, heads/tp, d], 2 of [s, b, groups/tp, d]
+        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)  # q [s, b, heads/tp, d]; k, v [s, b, groups/tp, d]
         if self.rotation is not None:
             q, k = rotate_queries_and_keys(q, k, *context.rotary[self.rotation])
         out = self._attend(q, k, v, context)  # [s, b, heads/tp * d]

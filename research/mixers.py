@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 2, "index_n_heads": 4, "index_head_dim": 64, "index_topk": 512, **LATENTS},
     },
 }
-"""Model sizes by Hugging Face family."""
+"""Model sizes, keyed by Hugging Face family."""
 
 
 def step_of(model: Any, loss_of: Any) -> Any:

@@ -53,7 +53,7 @@ COSTS: dict[str, tuple[float, str]] = {
     "exchanges": (0, "number of expert all-to-alls in F, and in B or I"),
     "exchange": (0.0, "time of one expert all-to-all"),
 }
-"""Default and help text of each field of `StageCosts`, by flag."""
+"""Default and help text of each field of `StageCosts`, keyed by flag."""
 
 MOST_COLUMNS = 480
 """Maximum number of characters in a printed schedule line. Only the beginning and the end of a longer line are

@@ -1,10 +1,10 @@
-"""`pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks the rank at the start of the step and writes the time to
-FAULT_FILE. With FAULT_ONCE, the fault strikes only if this file does not exist. SLOW=PART slows down the part PART of
-the work on all ranks.
+"""Run `pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks the rank at the start of the step and writes the time
+to FAULT_FILE. With FAULT_ONCE, the fault strikes only if this file does not exist. SLOW=PART slows down the part PART
+of the work on all ranks.
 
-PACE is the number of seconds that each step is made to take. HOLD=data or HOLD=publish pauses rank 0 of the first start
-for some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. This program
-must be started by a launcher such as torchrun."""
+PACE adds a pause of this many seconds before each step. HOLD=data or HOLD=publish pauses rank 0 of the first start for
+some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. This program must
+be started by a launcher such as torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Separate processes for test programs that touch CUDA, so that other tests can still fork."""
+"""Run test programs that touch CUDA in separate processes, so that other tests can still fork."""
 
 from __future__ import annotations
 

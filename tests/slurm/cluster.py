@@ -57,9 +57,9 @@ class Job:
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
     def limit(self, minutes: int = 0) -> None:
-        """Set the job's time limit, as the superuser may. The default limit expires within 100 seconds. SLURM checks
-        limits every half minute. The default leaves enough time for SLURM to send the signal before the limit
-        expires."""
+        """Set the job's time limit with the rights of the superuser. The default limit expires within 100 seconds.
+        SLURM checks limits every half minute. The default leaves enough time for SLURM to send the signal before the
+        limit expires."""
         hours, ran, seconds = map(int, self.fields()["RunTime"].split(":"))
         soon = (3600 * hours + 60 * ran + seconds + 40) // 60 + 1
         command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes or soon}")

@@ -5,10 +5,10 @@ AdamW and the same initial weights, samples and learning rates.
     python tools/bench/curve.py --output runs/curve --draw
     python tools/bench/curve.py --output runs/curve-trial --cpu --tiny
 
-The first precision trains both programs step by step on the same batches; the others train only this program, from the
-same weights. Additional seeds for the initial weights show how much a curve varies on the same samples. transformers
-computes with bf16 autocast and fp32 weights. The training text is --corpus, or by default the Python source code on
-this machine. Each byte is a token.
+For the first precision, the tool trains both programs step by step on the same batches. For all other precisions, it
+trains only this program, starting from the same weights. Additional seeds for the initial weights show how much a curve
+varies on the same samples. transformers computes with bf16 autocast and fp32 weights. The training text is --corpus, or
+by default the Python source code on this machine. Each byte is a token.
 
 The tool writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib
 is missing, run the tool again with --draw on a machine that has matplotlib. At the end, the tool prints the mean loss

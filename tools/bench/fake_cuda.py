@@ -222,7 +222,7 @@ def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     """Context in which tensors are fake, `cuda:0` has the properties of `device`, and attention uses cuDNN.
 
-    Use this context in a separate process, because the autograd engine caches what it reads from the driver first.
+    Use this context in a separate process, because the autograd engine caches what it first reads from the driver.
     Raises RuntimeError if `unavailable` returns a reason.
     """
     if (problem := unavailable()) is not None:

@@ -78,8 +78,8 @@ BF16 = [(layout, "--bf16") for layout in LAYOUTS]
 
 @pytest.mark.grid(("layout", "precision"), [*FP32, ("zero1", "--bf16"), ("zero3", "--bf16")], [*FP32, *BF16])
 def test_averages_match_their_definition_under_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
-    """The expected averages are computed in fp64. The expected averages are averages of the main parameters in
-    checkpoints that are saved after each step."""
+    """The expected averages are computed in fp64 from the main parameters in checkpoints that are saved after each
+    step."""
     ranks, flags = (LAYOUTS | MORE_LAYOUTS)[layout]
     run = trained(tmp_path / "run", ranks, f"{precision} {AVERAGES} {flags}")
     weights = [main_params(checkpoint(run, step)) for step in range(1, STEPS + 1)]

@@ -102,7 +102,8 @@ class Exact:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()
         self.values = a @ b.t() + added
         # Each term is rounded once, and there are four more roundings for the scales, their product and the bias. Each
-        # error is at most 2^-24 of the sum of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms,
+        # error is at most 2^-24 of the sum of the terms' absolute values (Higham, Accuracy and Stability of Numerical
+        # Algorithms,
         # section 3.1).
         self.room = (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().t() + added.abs())
 

@@ -1,6 +1,6 @@
 """Tests of the calls and backward passes of FlashAttention-3 and cuDNN attention. On CPU, both kernels are replaced
-with plain-torch definitions. The tests also cover kernels that require equal widths of keys and values, called with
-values of a different width."""
+with plain-torch definitions. Some kernels require keys and values of equal width. The tests also call them with values
+of a different width."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 
 
 class Case(NamedTuple):
-    """Attention problem. With several `ranks`, the problem is computed step by step as on one rank of a ring."""
+    """Inputs and settings of one attention computation. If `ranks` is larger than 1, the result is computed step by
+    step, as on one rank of a ring."""
 
     length: int = 40
     heads: int = 2

@@ -163,7 +163,7 @@ def test_all_ranks_reject_a_kernel_that_fails_on_one() -> None:
 
 
 def test_every_registered_kernel_has_operands_for_its_comparison() -> None:
-    """On a CPU, each kernel runs in its plain torch form, which computes the same as on a GPU."""
+    """On a CPU, each kernel runs as plain torch operations, which compute the same result as the GPU kernel."""
     flags = "--num-experts 4 --moe-ffn-hidden-size 32 --swiglu --disable-bias-linear"
     fp8 = f"{flags} --bf16 --fp8-format hybrid --fp8-recipe delayed"
     found = RunShapes.of(resolve(parse_args(f"{MODEL} {fp8}".split()), 1), CPU)

@@ -139,7 +139,7 @@ def test_a_written_config_is_accepted_by_the_strict_classes(families: list[str])
             try:
                 written = config_to_hf(config_from_hf(stated), family)
             except ValueError:
-                continue  # our configuration cannot express the value
+                continue  # this program's configuration cannot express the value
             try:
                 transformers.AutoConfig.for_model(**json.loads(json.dumps(written)))
             except Exception as error:

@@ -91,7 +91,8 @@ def test_only_streams_outputs_and_weights_are_saved() -> None:
 
 @pytest.mark.parametrize("config", [STREAMS, MEAN])
 def test_parameter_and_flop_counts(config: TransformerConfig) -> None:
-    """The projections have their own parameters, and they cost 6 FLOPs per weight and token."""
+    """The projections of hyper-connections have their own parameters. Each weight of these projections costs 6 FLOPs
+    per token."""
     plain = with_fields(config, {"enable_mhc_connections": False})
     n, h = config.residual_size // config.hidden_size, config.hidden_size
     layers, depths, learned = config.num_layers, config.mtp_depths, config is STREAMS

@@ -1,4 +1,5 @@
-"""A long run with a fault at regular intervals: memory, threads, open files and log volume must not grow.
+"""Run training for a long time with faults at regular intervals. Memory, threads, open files and log volume must not
+grow.
 
     python -m tests.extensions.job_restarts.soak --steps 20000 --every 100
 

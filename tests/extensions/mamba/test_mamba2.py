@@ -93,7 +93,7 @@ def test_the_input_is_added_with_its_factor() -> None:
 
 
 def test_initial_values() -> None:
-    """As in Megatron-LM, initial step sizes range from 0.001 to 0.1, and decays per step size from 1 to 16."""
+    """As in Megatron-LM, initial step sizes range from 0.001 to 0.1, and initial decay rates range from 1 to 16."""
     model = GPTModel(MAMBA.with_options(replace(MAMBA.options(MambaFlags), mamba_num_heads=512)), FP64)
     mixer: Any = model.decoder.layers[0].self_attention
     steps, decay = F.softplus(mixer.dt_bias), mixer.a_log.exp()

@@ -53,8 +53,8 @@ def dense(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_run_resumes_at_its_position_with_the_same_losses(name: str, tmp_path: Path) -> None:
-    """The fourth loss depends on the update of the third step. The fourth loss therefore depends on Adam's moments, the
-    step count and the learning rate. The learning rate is still warming up in the legacy checkpoints."""
+    """The fourth loss depends on the update of the third step, and therefore on Adam's moments, the step count and the
+    learning rate. The learning rate is still warming up in the legacy checkpoints."""
     convert("--input", unpack(name, tmp_path), "--output", tmp_path / "ours")
     expected = of_their_run(name)
     assert loss_of(tmp_path / "ours", expected["tokens"][2]) == pytest.approx(expected["losses"][2], abs=1e-6)

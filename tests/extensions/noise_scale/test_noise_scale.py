@@ -166,7 +166,7 @@ def test_a_run_logs_an_interval_and_resumes(tmp_path: Path) -> None:
     resumed = [*flags, "--save", str(tmp_path / "on"), "--load", str(tmp_path / "run" / "iter_0000003")]
     run_forked(1, resumed, tmp_path / "screen-on")
     later = Checkpoint(tmp_path / "on" / "iter_0000006").payload["callbacks"]["noise scale"]
-    # The first step of each start is not measured. The first step only determines how many times each gradient is
+    # The first step of each start is not measured, because it only determines how many times each gradient is
     # accumulated.
     assert later == [*steps[1][:2], *steps[1][3:]]
 

@@ -51,7 +51,7 @@ def rows(folder: Path, column: str, values: Sequence[object]) -> str:
 
 
 def web_shards(folder: Path, column: str, values: Sequence[object]) -> str:
-    """Write two tar files in which texts are members and token ids are JSON."""
+    """Write two tar files. Each text is a .txt member, and token ids are stored in .json members."""
     webdataset = pytest.importorskip("webdataset")
     for number, part in enumerate((values[:10], values[10:])):
         with webdataset.TarWriter(str(folder / f"shard-{number}.tar")) as writer:

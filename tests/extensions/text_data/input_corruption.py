@@ -1,5 +1,5 @@
-"""Randomly damaged files of text, tokens and vocabularies: readers either report the damage in a clear line or read the
-files correctly.
+"""Damage files of text, tokens and vocabularies at random. Readers must either report the damage in a clear line or
+read the files correctly.
 
 Each trial damages one file. A data tool, or the code that reads data in training, then reads the file in a separate
 process with limited memory and time. The trial fails if the process

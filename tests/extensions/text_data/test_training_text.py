@@ -1,4 +1,4 @@
-"""Tests of training on text files directly: cached tokens, JSON keys, source names and logged samples."""
+"""Tests of training directly on text files: cached tokens, JSON keys, source names and logged samples."""
 
 from __future__ import annotations
 
