@@ -1,9 +1,9 @@
 """The built-in extensions: optional features of the framework. This module does not import torch.
 
-Each extension is a folder within the folder of its subject (`mixers`, `attention`, `pipeline`, ...). It registers its
-flags and components in the same way as a user's `--extension FILE.py`. To remove an extension, delete its folder and
-its line in `BUILT_IN`; if one of its flags is then passed, the error message names the missing extension. The core
-packages `megatron.core` and `megatron.training` import no extension.
+Each extension is a folder within the folder of its subject (`mixers`, `attention`, `pipeline`, ...). An extension
+registers its flags and components in the same way as a user's `--extension FILE.py`. To remove an extension, delete its
+folder and its line in `BUILT_IN`; if one of its flags is then passed, the error message names the missing extension.
+The core packages `megatron.core` and `megatron.training` import no extension.
 
     SUBJECT/NAME/__init__.py   purpose of the extension, its flags, and which file to read first
     SUBJECT/NAME/flags.py      flags with their valid ranges, and registrations; does not import torch

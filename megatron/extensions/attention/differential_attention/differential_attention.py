@@ -57,8 +57,8 @@ class DifferentialAttention(nn.Module):
         self.rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """Return the attention output for the input x. Both are [s, b, h]; sequence parallelism divides s by tp, and
-        context parallelism divides s by cp."""
+        """Return the attention output for the input x. The input and the output are [s, b, h]; sequence parallelism
+        divides s by tp, and context parallelism divides s by cp."""
         qkv = self.linear_qkv(x).unflatten(-1, (-1, 2, self.queries + 2, self.head_dim))
         q, k, v = qkv.split((self.queries, 1, 1), dim=4)
         q, k = q.flatten(2, 4), k.flatten(2, 4)
@@ -82,7 +82,7 @@ class DifferentialAttention(nn.Module):
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.first
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """Return the attention outputs of this rank's heads, [s, b, heads/tp * 2 d]. During generation, queries also
+        """Return the attention outputs [s, b, heads/tp * 2 d] of this rank's heads. During generation, queries also
         attend to cached tokens."""
         if context.cache is not None and (seen := context.cache.append(self.layer, k, v)) is not None:
             k, v = seen

@@ -48,7 +48,7 @@ class Latents(NamedTuple):
     """Key-value latents [s, b, kv_lora_rank]. Under sequence parallelism, the first dimension is s/tp."""
 
     key: Tensor
-    """Rotary channels of the keys, [s, b, 1, qk_pos_emb_head_dim], shared by all heads."""
+    """Rotary channels [s, b, 1, qk_pos_emb_head_dim] of the keys, which all heads share."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class LatentLinears:
     h]."""
 
     kv_down: ReplicatedLinear
-    """Layer linear_kv_down_proj with weight [kv_lora_rank + qk_pos_emb_head_dim, h]. Its output is the key-value
-    latent, followed by the rotary key that all heads share."""
+    """Layer linear_kv_down_proj with weight [kv_lora_rank + qk_pos_emb_head_dim, h]. The output of the layer is the
+    key-value latent, followed by the rotary key that all heads share."""
 
     kv_up: ColumnLinear
     """Layer linear_kv_up_proj with weight [heads, qk_head_dim + v_head_dim, kv_lora_rank]. The rows of each head
@@ -151,8 +151,8 @@ class MultiLatentAttention(nn.Module):
         self.recompute_heads = config.recomputes("mla_up_proj")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the attention output for the input x. Both are [s, b, h]; sequence parallelism divides s by tp, and
-        context parallelism divides s by cp."""
+        """Return the attention output for the input x. The input and the output are [s, b, h]; sequence parallelism
+        divides s by tp, and context parallelism divides s by cp."""
         latents = self._latents(x)
         if context.cache is not None:
             return self._projected_back(self._behind_cache(latents, context.cache, context), latents, x)
@@ -233,9 +233,9 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Apply the key up-projection to the queries, so that the queries can attend to latents directly. Return the
-        resulting queries, [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim], and the weight of the value
-        up-projection, [heads/tp, v_head_dim, kv_lora_rank]."""
+        """Apply the key up-projection to the queries, so that the queries can attend to latents directly. Return two
+        tensors: the resulting queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim], and the weight [heads/tp,
+        v_head_dim, kv_lora_rank] of the value up-projection."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
         rotary = rotated(rotary, *self._tables(context))

@@ -77,7 +77,8 @@ class NormedValueAttention(SelfAttention):
         q = self.q_layernorm(q) if self.normed_last else q
         both = context.left.get(source)
         if both is None:
-            # Only the planner reaches this line. It runs each layer separately on fake tensors, so the keys and values
+            # Only the planner reaches this line. The planner runs each layer separately on fake tensors, so the keys
+            # and values
             # of layer `source` do not exist.
             assert not has_values(x), f"layer {source} is in another stage"
             both = q.new_zeros(*q.shape[:2], self.groups, sum(self.widths))

@@ -6,8 +6,8 @@ DSA is enabled by --experimental-attention-variant dsa together with --multi-lat
 --hybrid-layer-pattern. The flags --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk set the shape of
 the indexer; --dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss control the indexer loss. With
 --dsa-indexer-topk-freq and --dsa-indexer-skip-topk-offset, layers share the selected keys. Compressed attention is
-enabled by --experimental-attention-variant dsv4_hybrid. Its flags are --csa-compress-ratios, --csa-window-size,
---csa-compress-rotary-base, --o-groups and --o-lora-rank.
+enabled by --experimental-attention-variant dsv4_hybrid. The flags of compressed attention are --csa-compress-ratios,
+--csa-window-size, --csa-compress-rotary-base, --o-groups and --o-lora-rank.
 
 Read `sparse_attention.py` first, which contains the DSA module. The functions in `selection.py`,
 `selected_attention.py` and `indexer_loss.py` process chunks of queries. `compressed_attention.py` contains the

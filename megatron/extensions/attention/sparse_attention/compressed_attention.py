@@ -61,16 +61,16 @@ class Windows(NamedTuple):
     of windows: the number of windows in a sample that consists of one document."""
 
     first: Tensor
-    """Position of the first token of each window, [windows, 1 or b] int64; 0 for padding."""
+    """[windows, 1 or b] int64, position of the first token of each window; 0 for padding."""
 
     follows: Tensor
-    """Mask [windows, 1 or b]; True if the window follows another window of the same document."""
+    """[windows, 1 or b], True if the window follows another window of the same document."""
 
     begin: Tensor
-    """Position of the first token of each token's document, [s, 1 or b] int64."""
+    """[s, 1 or b] int64, position of the first token of each token's document."""
 
     before: Tensor
-    """Total number of windows in all documents of the sample before each token's document, [s, 1 or b] int64."""
+    """[s, 1 or b] int64, total number of windows in the documents of the sample that precede each token's document."""
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
@@ -138,7 +138,7 @@ class Compressor(nn.Module):
         self.ape = make_parameter(
             ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
         )
-        """Biases for each position in a window, [ratio, rows]. The biases are added to the logits whose softmax yields
+        """Biases [ratio, rows] for the positions in a window. The biases are added to the logits whose softmax yields
         the weights of the tokens in the window."""
         self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
         self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
@@ -178,8 +178,8 @@ class Compressor(nn.Module):
 
 
 class CompressedIndexer(nn.Module):
-    """Indexer of compressed attention. It has separate query heads, head weights and compressed keys, from which it
-    computes the scores of the compressed attention keys. The inputs of the indexer receive no gradient."""
+    """Indexer of compressed attention. The indexer has separate query heads, head weights and compressed keys, from
+    which it computes the scores of the compressed attention keys. The inputs of the indexer receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -227,8 +227,8 @@ class CompressedKeys(SelectedKeys):
         modules, and must not be registered as submodules here."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
-        """Compute attention and project the outputs of each head group to a low rank. Return the projected outputs of
-        this rank's groups, [s, b, groups/tp * o_lora_rank]. Under context parallelism, the first dimension is s/cp.
+        """Compute attention and project the outputs of each head group to a low rank. Return the projected outputs [s,
+        b, groups/tp * o_lora_rank] of this rank's groups. Under context parallelism, the first dimension is s/cp.
 
         Args:
             q: [s, b, heads/tp, d], queries after the rotary embedding.

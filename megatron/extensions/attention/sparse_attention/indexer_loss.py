@@ -26,15 +26,15 @@ from megatron.extensions.attention.sparse_attention.selection import Index, Quer
 
 
 class Loss(NamedTuple):
-    """Operands of the indexer loss. They include the operands of the attention whose weights are the training target of
-    the indexer."""
+    """Operands of the indexer loss. The attention weights that are the training target of the indexer are computed from
+    some of these operands."""
 
     q: Tensor
     """Attention queries [n, b, h, w] of this rank's heads for the tokens in this rank's sequence shard. The attention
     keys `k` are [s, b, w]."""
     k: Tensor
     picked: Tensor | None
-    """Indices of the selected keys, [n, b, topk]; None for all keys."""
+    """Indices [n, b, topk] of the selected keys; None if the loss covers all keys."""
     queries: Queries
     scale: float
     heads: Axis

@@ -60,7 +60,7 @@ class Rows:
 
     @cached_property
     def k(self) -> Tensor:
-        """All keys in the range of the chunk [keys, b, w], or the selected keys of each query [rows, b, topk, w]."""
+        """All keys [keys, b, w] in the range of the chunk, or the selected keys [rows, b, topk, w] of each query."""
         return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
@@ -71,8 +71,8 @@ class Rows:
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
 
     def with_keys(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Return the dot products of x [rows, b, h, w] and `keys`. They are [rows, b, h, keys], or [rows, b, h, topk]
-        if keys were selected. The last dimension of `keys` is w."""
+        """Return the dot products of x [rows, b, h, w] and `keys`. The dot products are [rows, b, h, keys], or [rows,
+        b, h, topk] if keys were selected. The last dimension of `keys` is w."""
         return x @ keys.mT if self.flat is not None else self._by_sample(x, keys.permute(1, 2, 0))
 
     def of_keys(self, weights: Tensor, keys: Tensor) -> Tensor:
@@ -102,7 +102,8 @@ class Rows:
         return weights.new_zeros(shape).scatter_add_(-1, at, weights), seen == 0
 
     def _by_sample(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply x [rows, b, h, w] by one matrix per sample, [b, w, v], and return [rows, b, h, v]."""
+        """Multiply x [rows, b, h, w] by one matrix per sample, `matrices` [b, w, v]. Return the products [rows, b, h,
+        v]."""
         x = x.transpose(0, 1)
         return (x.flatten(1, 2) @ matrices).unflatten(1, x.shape[1:3]).transpose(0, 1)
 
@@ -127,11 +128,11 @@ class Attended(NamedTuple):
     out: Tensor
     """Attention outputs [n, b, h, width]."""
     lse: Tensor
-    """Log-sum-exps of all scores and sinks, [n, b, h], in fp32 for 16-bit inputs."""
+    """Log-sum-exps [n, b, h] of all scores and sinks, as fp32 for 16-bit inputs."""
     of_first: Tensor
-    """Log-sum-exps of the sinks and of the scores in the first key set, [n, b, h]."""
+    """Log-sum-exps [n, b, h] of the sinks and of the scores in the first key set."""
     highest: Tensor | None
-    """Largest score of each head, [h]; None if it was not requested."""
+    """Largest score [h] of each head; None if the scores were not requested."""
 
 
 @operation

@@ -92,8 +92,8 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
     """Merge adjacent chunks as long as a merged chunk has at most `MERGED_ROWS` queries and `MERGED` scores. The
-    kernels need large chunks to use the whole GPU. They can process larger chunks than plain PyTorch, because the
-    scores are the only intermediate results that the kernels store."""
+    kernels need large chunks to use the whole GPU. The kernels can process larger chunks than plain PyTorch, because
+    the scores are the only intermediate results that the kernels store."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -108,7 +108,7 @@ def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
 
 
 def index_products(index: Index, chunk: Chunk) -> Tensor:
-    """Return the products ReLU(q · k) of each query and key, [b, rows, indexer heads, keys]. The products are fp32 for
+    """Return the products ReLU(q · k) [b, rows, indexer heads, keys] of each query and key. The products are fp32 for
     16-bit inputs."""
     q = index.q[chunk.rows].transpose(0, 1)
     products = (q.flatten(1, 2) @ index.k[: chunk.keys].permute(1, 2, 0)).unflatten(1, q.shape[1:3])

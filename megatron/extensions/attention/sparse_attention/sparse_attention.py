@@ -58,7 +58,7 @@ class IndexerLinears(NamedTuple):
 
 
 def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
-    """Return the linear layers of an indexer. Their names begin with the prefix `name`."""
+    """Return the linear layers of an indexer. The names of the layers begin with the prefix `name`."""
     own = config.options(SparseAttentionFlags)
     hidden = config.hidden_size
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
@@ -198,8 +198,8 @@ class SelectedKeys(CoreAttention):
             return picked
         last = queries.last
         assert not has_values(last), "a stage begins with a layer without an indexer"
-        # Only the planner reaches this line, because it runs each layer separately. It needs only the shape of the
-        # selection.
+        # Only the planner reaches this line, because it runs each layer separately. The planner needs only the shape of
+        # the selection.
         every = max(chunk.keys for chunk in queries.chunks) <= self.topk
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
@@ -212,8 +212,8 @@ class SelectedKeys(CoreAttention):
         return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
 
     def _select(self, index: Index, queries: Queries) -> Tensor | None:
-        """Return the indices of the keys that each query attends to, [n, b, topk]; return None if every query attends
-        to all earlier keys."""
+        """Return the indices [n, b, topk] of the keys that each query attends to; return None if every query attends to
+        all earlier keys."""
         if max(chunk.keys for chunk in queries.chunks) <= self.topk:
             return None
         own = self._own(index)
@@ -261,7 +261,7 @@ class SelectedKeys(CoreAttention):
 
 @lru_cache(maxsize=64)
 def document_begins(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the position of the first token of each token's document, [s, b]. Each sample has `length` tokens."""
+    """Return the positions [s, b] of the first token of each token's document. Each sample has `length` tokens."""
     begins = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         begins[list(places), sample] = places

@@ -29,7 +29,8 @@ class PlainResidual(nn.Module):
         return DenseHead(norm, config, ctx)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         return x + sublayer(x, context)
 
 
@@ -44,5 +45,6 @@ class DenseHead(nn.Module):
         self.linear = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear", hidden, hidden, False), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         return F.gelu(self.linear(self.layernorm(x)))

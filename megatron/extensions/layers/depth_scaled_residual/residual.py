@@ -31,5 +31,6 @@ class DepthScaledResidual(nn.Module):
         return nn.Identity()
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         return self.of_stream * x + self.of_output * sublayer(x, context)

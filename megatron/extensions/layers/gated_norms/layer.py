@@ -15,8 +15,8 @@ from megatron.extensions.layers.gated_norms.flags import GatedNormFlags
 
 
 class GatedNorm(nn.Module):
-    """Norm with a gate: y * sigmoid(W2 silu(W1 y)), where y is the output of a plain norm. Both gate matrices are
-    replicated on all tensor-parallel ranks, and each rank gates its own tokens."""
+    """Norm with a gate: y * sigmoid(W2 silu(W1 y)), where y is the output of a plain norm. The gate matrices W1 and W2
+    are replicated on all tensor-parallel ranks, and each rank applies the gate to its own tokens."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class GatedNorm(nn.Module):
         self.gate_up = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.gate_up", rank, hidden, False), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         y: Tensor = self.norm(x)
         return y * torch.sigmoid(self.gate_up(F.silu(self.gate_down(y))))
 

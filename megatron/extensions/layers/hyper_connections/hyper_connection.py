@@ -1,6 +1,6 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
 
-The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of the streams
+The residual stream [s, b, n * h] consists of n concatenated streams. A sublayer f reads a weighted sum of the streams
 and updates each stream: x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j). For each token, the weights pre and
 post and the doubly stochastic matrix res are computed from the streams of this token. The formulas match Hugging Face's
 implementation of DeepSeek-V4. Tokens do not depend on each other, so sequence and context parallelism need no
@@ -74,8 +74,8 @@ class TokenWeights(nn.Module):
 
 
 class HyperConnection(TokenWeights):
-    """Residual connection around one sublayer. It computes the sublayer's input from the streams, mixes the streams,
-    and adds the weighted output of the sublayer to each stream.
+    """Residual connection around one sublayer. The connection computes the sublayer's input from the streams, mixes the
+    streams, and adds the weighted output of the sublayer to each stream.
 
     With --recompute-modules mhc, the first sublayer of a layer leaves the mixing of the streams to the second sublayer,
     which recomputes the mixed streams in the backward pass instead of saving them.
@@ -114,8 +114,8 @@ class HyperConnection(TokenWeights):
         return SumOfStreams(norm, config, ctx) if learned else MeanOfStreams(config, ctx)
 
     def forward(self, x: Stream, sublayer: Sublayer, context: BatchContext) -> Stream:
-        """Apply the sublayer to the streams x, and return the updated streams. Both are [s, b, n * h], or [s/tp, b, n *
-        h] under sequence parallelism."""
+        """Apply the sublayer to the streams x, and return the updated streams. The old and the updated streams are [s,
+        b, n * h], or [s/tp, b, n * h] under sequence parallelism."""
         if isinstance(x, PendingMix):
             return with_input_recomputed(x.made, x.parts, self._mixed, sublayer, context)
         left = self.recompute and self.training

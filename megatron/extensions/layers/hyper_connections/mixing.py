@@ -28,7 +28,7 @@ class Mix(NamedTuple):
     """Operands from which the streams after a sublayer are computed."""
 
     x: Tensor
-    """Streams before the sublayer, [..., n, h]."""
+    """Streams [..., n, h] before the sublayer."""
 
     post: Tensor
     """Factors [..., n] by which the sublayer's output is multiplied before it is added to each stream."""
@@ -38,7 +38,7 @@ class Mix(NamedTuple):
     k."""
 
     y: Tensor
-    """Output of the sublayer, [..., h]."""
+    """Output [..., h] of the sublayer."""
 
 
 def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -122,7 +122,7 @@ class _MixContext(AutogradContext):
 
 
 class MixFunction(torch.autograd.Function):
-    """Autograd function of `mixed_streams`. It saves only the four operands for the backward pass."""
+    """Autograd function of `mixed_streams`. Only the four operands are saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: _MixContext, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:
@@ -138,7 +138,7 @@ class MixFunction(torch.autograd.Function):
 
 
 def _inverse_norm(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """Return the inverse root mean square over all streams of a token, [..., 1]."""
+    """Return the inverse root mean square [..., 1] over all streams of each token."""
     return torch.rsqrt(x.to(dtype).square().mean((-2, -1)) + eps).unsqueeze(-1)
 
 

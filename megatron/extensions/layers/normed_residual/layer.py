@@ -21,7 +21,8 @@ class NormedResidualLayer(TransformerLayer):
         self.residual_weight = config.options(NormedResidualFlags).residual_weight
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         if self.mixes:
             x = self._added(self.input_layernorm(x), self.self_attention, self.attention_dropout, context)
         if self.has_mlp:

@@ -19,8 +19,8 @@ from megatron.training.extensions import extension_flags
 
 SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
-"""Mapping from the MLP's activation function to the activation function of the embedding gates: "silu" for SiLU, or the
-argument `approximate` of GELU."""
+"""Mapping from the MLP's activation function to the activation function of the embedding gates: the value "silu"
+selects SiLU, and other values are the argument `approximate` of GELU."""
 
 
 def size_of(config: TransformerConfig) -> int:

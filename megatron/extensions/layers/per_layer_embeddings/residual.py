@@ -1,4 +1,4 @@
-"""Residual stream of models with per-layer embeddings, [s, b, 2h + e].
+"""Residual stream [s, b, 2h + e] of models with per-layer embeddings.
 
 The stream carries the hidden states (h channels), the word embeddings (h channels) and the weight of a norm (e
 channels), because every layer needs all of them. Each layer projects the word embeddings to e channels, normalizes the
@@ -58,8 +58,8 @@ class PerLayerEmbeddings(nn.Module):
     def forward(
         self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
     ) -> Tensor:
-        """Apply the sublayer to the stream, and return the updated stream. Both are [s, b, 2h + e], or [s/tp, b, 2h +
-        e] under sequence parallelism."""
+        """Apply the sublayer to the stream, and return the updated stream. The old and the updated stream are [s, b, 2h
+        + e], or [s/tp, b, 2h + e] under sequence parallelism."""
         x, carried = stream.split((self.hidden, stream.shape[-1] - self.hidden), dim=-1)
         x = x + sublayer(x, context)
         if self.embeddings is not None:
@@ -123,7 +123,7 @@ class LayerEmbeddings(nn.Module):
         return F.silu(gate) if self.approximate == "silu" else F.gelu(gate, approximate=self.approximate)
 
     def _inputs(self, words: Tensor, weight: Tensor, context: BatchContext) -> Tensor:
-        """Compute the per-layer embedding p of each token, [s, b, e/tp], as defined in the docstring of the class.
+        """Compute the per-layer embeddings p [s, b, e/tp] of all tokens, as defined in the docstring of the class.
         `words` contains the word embeddings [s, b, h], or [s/tp, b, h] under sequence parallelism. `weight` is the norm
         weight [e]."""
         of_words, of_rows = self.scales

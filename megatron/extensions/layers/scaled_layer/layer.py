@@ -17,7 +17,7 @@ from megatron.core.transformer.layer import TransformerLayer
 
 class ScaledLayer(TransformerLayer):
     """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is 1 in a new model. In a converted
-    model, the scalar is read from the checkpoint. It is saved in checkpoints, but not trained."""
+    model, the scalar is read from the checkpoint. The scalar is saved in checkpoints, but not trained."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -28,10 +28,11 @@ class ScaledLayer(TransformerLayer):
         residual = None if config.residual is None else RESIDUALS[config.residual]
         of_stream = getattr(residual, "scaled", None)
         self.scaled = None if of_stream is None else partial(of_stream, config=config)
-        """If the residual stream contains additional channels, a function that scales only the hidden states in the
-        stream; otherwise None."""
+        """Function that scales only the hidden states in the residual stream, if the stream contains additional
+        channels; otherwise None."""
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         stream, factor = super().forward(x, context), self.layer_scalar.to(x.dtype)
         return stream * factor if self.scaled is None else self.scaled(stream, factor)

@@ -20,8 +20,8 @@ BETA = 0.5
 
 
 class XIELU(nn.Module):
-    """Activation function xIELU with two trainable scalars, alpha_p and alpha_n (arXiv:2411.13010, section 3). Its
-    value is a_p x^2 + b x for x > 0, and a_n (e^x - 1 - x) + b x otherwise, where a_p = softplus(alpha_p), a_n = b +
+    """Activation function xIELU with two trainable scalars, alpha_p and alpha_n (arXiv:2411.13010, section 3). The
+    function is a_p x^2 + b x for x > 0, and a_n (e^x - 1 - x) + b x otherwise, where a_p = softplus(alpha_p), a_n = b +
     softplus(alpha_n) and b = 0.5."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -62,7 +62,7 @@ class _XIELUContext(AutogradContext):
 
 
 class _XIELUFunction(torch.autograd.Function):
-    """Autograd function for xIELU. It saves only its input and the two scalars for the backward pass."""
+    """Autograd function for xIELU. Only the input and the two scalars are saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: _XIELUContext, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool) -> Tensor:

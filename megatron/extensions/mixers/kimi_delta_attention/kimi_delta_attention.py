@@ -73,12 +73,12 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
-        """Bias [heads, channels] that is added to the projected decay."""
+        """[heads, channels], biases that are added to the projected decays."""
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of each head's decay rate, [heads]."""
+        """[heads], logarithms of the decay rates."""
         out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
         self.out_norm = make_parameter(out_norm, ctx)
-        """Weight [channels] of the output norm, shared by all heads."""
+        """[channels], weight of the output norm, which all heads share."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
         self.kernel = None
         self.recompute = True
@@ -115,7 +115,7 @@ def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> T
         eps: Epsilon of the norm.
 
     Returns:
-        The gated and normalized head outputs, [s, b, heads * d], in the dtype of `gate`.
+        The gated and normalized head outputs [s, b, heads * d] in the dtype of `gate`.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * gate.to(wide).sigmoid()

@@ -63,7 +63,8 @@ class LightningAttention(nn.Module):
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s/cp, b, h], or [s/(cp*tp), b, h] under
+        sequence parallelism."""
         mixed = self.in_proj(x).unflatten(-1, (self.heads, 4 * self.width))
         mixed, gate = mixed.split((3 * self.width, self.width), dim=-1)
         mixed = sequence_to_heads(mixed.unflatten(2, (self.cp.size, -1)), self.cp)
@@ -102,7 +103,7 @@ class LightningAttention(nn.Module):
 def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the decay rate of each head in `heads`, [n]. In the first layer of a model with 8 heads, the rates are the
+    """Return the decay rates [n] of the heads in `heads`. In the first layer of a model with 8 heads, the rates are the
     slopes of ALiBi, from 1/2 to 1/256. In later layers, the rates are lower; in the last layer, they are nearly 0.
 
     Args:

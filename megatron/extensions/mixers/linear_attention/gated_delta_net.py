@@ -92,18 +92,18 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = make_sharded_parameter(
             f"{name}.conv1d.weight", (groups, sum(self.channels[:3]), taps), ctx, role="convolution"
         )
-        """Weight [key heads, channels, taps] of the convolution. The channels of each key head are its query, its keys
+        """[key heads, channels, taps], weight of the convolution. The channels of each key head are its query, its keys
         and its values."""
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=Init("ones"))
-        """Bias [value heads] that is added to the projected decay."""
+        """[value heads], biases that are added to the projected decays."""
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of each value head's decay rate, [value heads]."""
+        """[value heads], logarithms of the decay rates."""
         out_norm = ParamMeta(
             f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
         )
         self.out_norm = make_parameter(out_norm, ctx)
-        """Weight [channels of a value head] of the output norm, shared by all heads."""
+        """[channels of a value head], weight of the output norm, which all heads share."""
         out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
         self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
@@ -111,7 +111,8 @@ class GatedDeltaNet(nn.Module):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s/cp, b, h], or [s/(cp*tp), b, h] under
+        sequence parallelism."""
         mixed = self._projected(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
         mixed = sequence_to_heads(mixed, self.cp)
         number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
@@ -124,7 +125,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(heads_to_sequence(out, self.cp).flatten(2))
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Project x to the channels of all key heads, [s/cp, b, key heads/tp * channels]."""
+        """Project x to the channels [s/cp, b, key heads/tp * channels] of all key heads."""
         return self.in_proj(x)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
@@ -171,7 +172,7 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the index of each token's document within the sample, starting at 0, [s, b]. Each sample has `length`
+    """Return the index [s, b] of each token's document within the sample, starting at 0. Each sample has `length`
     tokens. The results are cached, because all layers and passes of a micro-batch need the same tensor."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
@@ -180,7 +181,7 @@ def documents_begun(documents: Documents, length: int, device: torch.device) -> 
 
 
 def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
-    """Return the last `count` rows of each sample before the padding, [count, b, ...].
+    """Return the last `count` rows before the padding of each sample, as a tensor [count, b, ...].
 
     Args:
         x: [s, b, ...], rows.
@@ -330,7 +331,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: Epsilon of the norm.
 
     Returns:
-        The gated and normalized head outputs, [s, b, heads * dv], in the dtype of `gate`.
+        The gated and normalized head outputs [s, b, heads * dv] in the dtype of `gate`.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * F.silu(gate.to(wide))

@@ -10,7 +10,7 @@ fraction beta. Finally, the output is the product of the state and the token's q
 The chunked form computes the same results with matrix products (section 3.3; the WY representation of arXiv
 2406.06484). Let G_i be the sum of g from the chunk's first token to token i, let D_ij = exp(G_i - G_j) for j <= i, and
 let S be the state before the chunk. The values that the tokens of a chunk write to the state are then the rows of U - W
-S with
+S, where U and W are computed as follows:
 
     A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
 
@@ -115,8 +115,8 @@ def gated_delta_chunks(
         chunks: Settings for the division into chunks.
 
     Returns:
-        The outputs [s, b, heads, dv] and the state after the last token [b, heads, dk, dv]. Both are fp32, or fp64 for
-            fp64 operands.
+        The outputs [s, b, heads, dv], and the state [b, heads, dk, dv] after the last token. Both tensors are fp32, or
+            fp64 for fp64 operands.
     """
     length, samples, heads, values = v.shape
     hardware = chunks.hardware
@@ -285,10 +285,14 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors for the block of `BLOCK` tokens that begins at `start`: [2, ..., i, j], the products of the
-    block's keys with the block's keys, and of the block's queries with the block's keys; [..., j, dk], the keys of
-    earlier blocks, multiplied by the decay from their token to the first token of this block; [2, ..., i, dk], the keys
-    and queries of this block, multiplied by the decay from the first token of this block to their token."""
+    """Return three tensors for the block of `BLOCK` tokens that begins at `start`.
+
+    Returns:
+        The products [2, ..., i, j] of the block's keys with the block's keys, and of the block's queries with the
+            block's keys; the keys [..., j, dk] of all earlier tokens of the chunk, multiplied by the decay from each of
+            these tokens to the first token of the block; and the keys and queries [2, ..., i, dk] of the block,
+            multiplied by the decay from the first token of the block to each token.
+    """
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]
     later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)

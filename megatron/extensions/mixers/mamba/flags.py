@@ -24,8 +24,8 @@ GROUPS = "--mamba-num-groups"
 WIDTH = "--mamba-head-dim"
 TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPAND = 2
-"""Default ratio of the inner width (the channels of all heads) to the hidden size. It is used if --mamba-num-heads is
-not set."""
+"""Default ratio of the inner width (the channels of all heads) to the hidden size. The ratio is used if
+--mamba-num-heads is not set."""
 
 
 NAME = "mamba2"

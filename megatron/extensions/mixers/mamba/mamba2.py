@@ -80,9 +80,9 @@ class Mamba2(nn.Module):
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=STEPS)
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
-        """Logarithm of each head's decay rate per unit of step size, [heads]."""
+        """[heads], logarithms of the decay rates per unit of step size."""
         self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
-        """Factors D [heads]. The inputs x, multiplied by D, are added to the outputs of the state-space model."""
+        """[heads], factors D. The inputs x, multiplied by D, are added to the outputs of the state-space model."""
         self.normed_first = own.mamba_norm_before_gate
         gain = (f"{name}.norm.weight", (width,), ctx)
         self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
@@ -96,7 +96,8 @@ class Mamba2(nn.Module):
         self.prepare_chunks = region(mamba_operands_in_chunks, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s/cp, b, h], or [s/(cp*tp), b, h] under
+        sequence parallelism."""
         projected = self._scaled(self.in_proj(x).unflatten(-1, (self.groups, -1)))
         gate, mixed = projected.split((self.gates, sum(self.channels)), dim=-1)
         mixed = sequence_to_heads(self._of_ranks(mixed, 2), self.cp)
@@ -180,13 +181,13 @@ class Mamba2(nn.Module):
         return widths, local_slice(self.dt_bias, self.cp)
 
     def _decay(self) -> Tensor:
-        """Return the decay rates per unit of step size as negative numbers, [heads/(tp*cp)]."""
+        """Return the decay rates [heads/(tp*cp)] per unit of step size, as negative numbers."""
         a_log = local_slice(self.a_log, self.cp)
         return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
 
 def with_input(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
-    """Return y + d x, [s, b, heads * p], in the dtype of x."""
+    """Return the sum y + d x [s, b, heads * p] in the dtype of x."""
     return (y + d.to(y.dtype).unsqueeze(-1) * x).to(x.dtype).flatten(2)
 
 
@@ -243,7 +244,7 @@ def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float,
         normed_first: Whether to apply the norm before the multiplication by the gates instead of after it.
 
     Returns:
-        The gated and normalized tensor, [s, b, groups * c], in the dtype of `gate`.
+        The gated and normalized tensor [s, b, groups * c] in the dtype of `gate`.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y, gate_function = y.view(gate.shape).to(wide), F.silu(gate.to(wide))

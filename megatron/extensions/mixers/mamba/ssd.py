@@ -12,8 +12,8 @@ exp(sum of dt A from the chunk's first token to token i). The outputs of a chunk
 
     Y = ((C Bᵀ) * L) diag(dt) X + diag(r) C S
 
-where S is the state before the chunk. Only the state is passed from one chunk to the next. The state is reset at the
-first token of each document: every decay factor between tokens of different documents is 0.
+S is the state before the chunk. Only the state is passed from one chunk to the next. The state is reset at the first
+token of each document: every decay factor between tokens of different documents is 0.
 
 Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, groups, n]. The heads of a group are
 adjacent.
@@ -95,8 +95,8 @@ def ssd_chunks(
         chunks: Settings for the division into chunks.
 
     Returns:
-        The outputs y [s, b, heads, p] and the state after the last token [b, heads, n, p]. Both are fp32, or fp64 for
-            fp64 operands.
+        The outputs y [s, b, heads, p], and the state [b, heads, n, p] after the last token. Both tensors are fp32, or
+            fp64 for fp64 operands.
     """
     operands = region(operands_in_chunks, chunks.hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
     y, final = ssd_of_chunks(operands, number, state, chunks.hardware, None, operands[1].dtype)

@@ -68,10 +68,10 @@ class Mamba1(BetweenProjections):
         steps = Init("inverse_softplus", low=1e-3, high=0.1)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
-        """Logarithms of the decay rates per unit of step size, [channels * states]. The parameter is one-dimensional,
+        """[channels * states], logarithms of the decay rates per unit of step size. The parameter is one-dimensional,
         so that optimizers do not treat it as a matrix and do not apply weight decay to it."""
         self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
-        """Factors D [channels]. The inputs of the scan, multiplied by D, are added to the outputs of the scan."""
+        """[channels], factors D. The inputs of the scan, multiplied by D, are added to the outputs of the scan."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)
         self.norms = nn.ParameterList(
             make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones"), role="norm"), ctx)

@@ -10,8 +10,8 @@ the token's C:
 The elements of a channel's state have different decay rates, so the recurrence cannot be computed by matrix products.
 Instead, the tokens are divided into chunks. The recurrence first runs in all chunks in parallel, with a zero state at
 the start of each chunk. A sequential pass over the chunks then adds the contributions of earlier chunks. In total, s
-tokens need about 2 sqrt(s) sequential operations. The backward pass processes a few channels at a time. It recomputes
-the states of these channels, and then runs the adjoint recurrence from the last token to the first.
+tokens need about 2 sqrt(s) sequential operations. The backward pass processes a few channels at a time. For these
+channels, the states are recomputed, and the adjoint recurrence then runs from the last token to the first.
 
 Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. For 16-bit operands, everything is computed in
 fp32.
@@ -48,7 +48,8 @@ def selective_scan(
         state: [b, c, n], initial state; None for zeros.
 
     Returns:
-        The outputs y [s, b, c] and the state after the last token [b, c, n]. Both are fp32, or fp64 for fp64 operands.
+        The outputs y [s, b, c], and the state [b, c, n] after the last token. Both tensors are fp32, or fp64 for fp64
+        operands.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, a, B, C = (t.to(wide) for t in (x, dt, a, B, C))
@@ -132,8 +133,8 @@ def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
 def _states(
     part: slice, x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, begins: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the decays of the channels in the slice `part`, and the states of these channels after each token. Both
-    are [s, b, channels in part, n]."""
+    """Return two tensors [s, b, channels in part, n]: the decays of the channels in the slice `part`, and the states of
+    these channels after each token."""
     decay = (dt[..., part, None] * a[part]).exp()
     if begins is not None:
         decay = decay.masked_fill(begins[..., None, None], 0.0)

@@ -28,7 +28,8 @@ class AttentionAndMamba2(nn.Module):
         self.of_mamba = own.mamba_input_multiplier, own.mamba_output_multiplier
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s/cp, b, h], or [s/(cp*tp), b, h] under
+        sequence parallelism."""
         parts = (self.attention, *self.of_attention), (self.mamba, *self.of_mamba)
         attended, mixed = (_scaled(part(_scaled(x, before), context), behind) for part, before, behind in parts)
         return attended + mixed

@@ -71,7 +71,7 @@ class RgLru(BetweenProjections):
         # initial decay rates softplus(L): if the gate r_t is 1/8, the decay a_t of a token is between 0.9 and 0.999
         decays = Init("inverse_softplus", low=1e-3, high=0.105)
         self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
-        """Parameter L [channels]. The decay rates are softplus(L)."""
+        """[channels], parameter L. The decay rates are softplus(L)."""
         # The outputs of in_proj are the output gates and the inputs.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, shard_dim=1), ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True), ctx)

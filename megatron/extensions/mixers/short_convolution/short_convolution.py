@@ -36,7 +36,8 @@ class BetweenProjections(nn.Module):
     cp: Axis
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
+        """Return the output for the input x. The input and the output are [s/cp, b, h], or [s/(cp*tp), b, h] under
+        sequence parallelism."""
         mixed = self.in_proj(x)
         length = len(mixed) * self.cp.size
         documents = context.documents

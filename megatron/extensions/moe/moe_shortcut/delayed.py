@@ -38,8 +38,8 @@ class DelayedExperts(nn.Module):
     def forward(
         self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
     ) -> Tensor:
-        """Apply the sublayer to the stream, and return the updated stream. Both are [s, b, 2h], or [s/tp, b, 2h] under
-        sequence parallelism."""
+        """Apply the sublayer to the stream, and return the updated stream. The old and the updated stream are [s, b,
+        2h], or [s/tp, b, 2h] under sequence parallelism."""
         x, waiting = stream.chunk(2, dim=-1)
         y = sublayer(x, context)
         if not self.is_mlp:

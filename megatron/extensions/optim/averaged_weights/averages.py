@@ -23,7 +23,8 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
 AT_ONCE = 2**22
-"""Largest number of elements of a bf16 average that are updated at once. It limits the size of temporary tensors."""
+"""Largest number of elements of a bf16 average that are updated at once. This number limits the size of temporary
+tensors."""
 
 
 SALT = 0x3C6EF372

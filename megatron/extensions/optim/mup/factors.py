@@ -114,8 +114,8 @@ def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> flo
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # All singular values of a Muon update are equal. They must be proportional to sqrt(outputs / inputs) (arXiv
-    # 2310.17813).
+    # All singular values of a Muon update are equal. For muP, this value must be proportional to sqrt(outputs / inputs)
+    # (arXiv 2310.17813).
     inputs, outputs = found.widths.inputs, found.widths.outputs
     wanted = (outputs / inputs) ** 0.5
     made = {"spectral": max(inputs, outputs) ** 0.5, "unit_rms_norm": wanted, "shape_scaling": max(1.0, wanted)}

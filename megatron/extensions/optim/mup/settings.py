@@ -29,7 +29,7 @@ def multipliers(model: TransformerConfig) -> dict[str, float]:
 
 
 def ratios(model: TransformerConfig) -> tuple[float, float]:
-    """Return the ratio of the model's width to the base model's width, and the ratio of the depths."""
+    """Return two ratios of the model to the base model: the ratio of the widths, and the ratio of the depths."""
     own = model.options(MupFlags)
     width = model.hidden_size / (own.mup_base_hidden_size or model.hidden_size)
     return width, model.num_layers / (own.mup_base_num_layers or model.num_layers)

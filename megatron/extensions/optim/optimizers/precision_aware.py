@@ -90,7 +90,7 @@ class StoredState:
             numel: Number of elements.
             name: Name of the format.
             main_dtype: Dtype that is used if `name` is "fp32".
-            zeros: `zeros(numel, dtype)` allocates a tensor.
+            zeros: Function that allocates a tensor of zeros, `zeros(numel, dtype)`.
             squared: True if the state is a second moment. Formats with scales store the square root of a second moment.
         """
         self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
@@ -313,7 +313,7 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Scalar inputs of an update. They are tensors on the device, so that new values do not trigger recompilation."""
+    """Scalar inputs of an update, as tensors on the device, so that new values do not trigger recompilation."""
 
     lr: Tensor
     weight_decay: Tensor
@@ -325,8 +325,8 @@ class Scalars(NamedTuple):
 
     skip: Tensor
     correction1: Tensor
-    """Bias correction 1 - beta1 ** number. It is computed once per update, because a kernel would compute the power in
-    float64 for each element."""
+    """Bias correction 1 - beta1 ** number. This value is computed once per update, because a kernel would compute the
+    power in float64 for each element."""
 
     correction2: Tensor
 

@@ -110,7 +110,7 @@ def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
     """Return one QK-clip factor per element, for the elements [start, stop) of this rank's flattened parameter.
 
     Args:
-        of_rows: Factor of each row of the parameter, [groups, rows].
+        of_rows: [groups, rows], factors of the rows of the parameter.
         columns: Number of elements in each row.
         start: Index of the first element.
         stop: Index after the last element.

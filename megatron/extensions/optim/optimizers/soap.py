@@ -74,7 +74,7 @@ class Soap(Transform):
     def flops(self, meta: ParamMeta) -> int:
         """Return the FLOPs of the matrix products in an update: for the factors, for two changes of basis, and for the
         power iteration. The power iteration, which includes two further changes of basis, does not run in every update.
-        Its FLOPs are divided by the number of updates between power iterations."""
+        The FLOPs of a power iteration are divided by the number of updates between power iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
@@ -82,8 +82,8 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of previous updates of this parameter. It equals the number of Adam updates, including the current
-        update, because the first update only initializes the factors."""
+        """Number of previous updates of this parameter. This number equals the number of Adam updates, including the
+        current update, because the first update only initializes the factors."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)

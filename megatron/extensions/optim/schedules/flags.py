@@ -29,8 +29,8 @@ NOT_ROUNDED = 0.01
 by pieces."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-"""Configuration fields for the warm-up. They must not be set together with --lr-schedule, because the warm-up is a
-piece of the schedule."""
+"""Configuration fields for the warm-up. These fields must not be set together with --lr-schedule, because the warm-up
+is a piece of the schedule."""
 
 
 def reads(config: RunConfig) -> RunConfig:

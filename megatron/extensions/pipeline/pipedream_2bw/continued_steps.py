@@ -72,10 +72,11 @@ class ContinuingPipeline(Pipeline):
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the step after the next call of `train`. This call may already run some of their passes."""
+    """Micro-batches of the step after the next call of `train`. This call may already run some passes of these
+    micro-batches."""
 
     _begun = 0
-    """If passes of the next step have already run, the number of micro-batches in the last step; otherwise 0."""
+    """Number of micro-batches in the last step, if passes of the next step have already run; otherwise 0."""
 
     @property
     def counting_rank(self) -> int | None:

@@ -4,9 +4,9 @@ norm of a step is reduced.
 In PipeDream-2BW (arXiv 2006.09503, section 3.1), the gradient of a step is computed with the weights before the last
 update,
 
-    W(t+1) = W(t) - lr g(W(t-1)),
+    W(t+1) = W(t) - lr g(W(t-1))
 
-so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Unlike in the
+The passes of a step can therefore begin before the previous step ends, and the pipeline never empties. Unlike in the
 paper, gradient clipping is exact: gradients are kept until the norm over all stages is known. Still, no rank waits for
 the norm. Each rank performs the update of step t before its first pass of step t+2, in the action VALIDATE. While the
 update of step t is pending, the passes of step t+1 continue.
@@ -107,7 +107,7 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Perform the pending update, if there is one. Afterwards, forward passes use the newest weights."""
+        """Perform the pending update, if there is one. After this call, forward passes use the newest weights."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
             verdict = self.verdict(update, norm.wait(), result)

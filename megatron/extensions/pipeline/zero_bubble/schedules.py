@@ -17,8 +17,8 @@ def W(stage: int, microbatch: int) -> Action:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Return the schedule ZB-H1 (arXiv 2401.10241, section 2.1). It equals 1F1B, except that weight gradient passes are
-    delayed until a rank would otherwise be idle.
+    """Return the schedule ZB-H1 (arXiv 2401.10241, section 2.1). ZB-H1 equals 1F1B, except that weight gradient passes
+    are delayed until a rank would otherwise be idle.
 
     Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps activations of p
     microbatches, and later ranks keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a

@@ -9,9 +9,9 @@ Key gradients are computed in one of two ways. Either the backward kernel accumu
 whose order is arbitrary, or a second pass sums them in a fixed order. The second pass is used in deterministic runs,
 and on GPUs without vectorized atomic additions (all except data center Hopper and Blackwell). The second pass is also
 used if each query's list contains at least the fraction `DENSE` of all keys, because the second pass is then faster
-than atomic additions. The second pass processes one block of keys at a time. It visits all queries between the first
-and the last query whose list contains a key of the block, and multiplies each of these queries by all keys of the
-block.
+than atomic additions. The second pass processes one block of keys at a time. For each block, the second pass visits all
+queries between the first and the last query whose list contains a key of the block, and multiplies each of these
+queries by all keys of the block.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ _attend = gpu_operator(
     _fake_attend,
     __package__,
 )
-"""Operator that computes attention to the keys listed in `picked`. It returns the outputs [n, b, h, values] and three
-tensors of shape [n, b, h]: the log-sum-exps of the scores of all listed keys, the log-sum-exps of the scores of the
+"""Operator that computes attention to the keys listed in `picked`. The operator returns the outputs [n, b, h, values]
+and three tensors [n, b, h]: the log-sum-exps of the scores of all listed keys, the log-sum-exps of the scores of the
 keys in the first key set, and the largest score of each query and head."""
 
 _weights = gpu_operator(

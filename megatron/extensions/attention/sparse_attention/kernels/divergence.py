@@ -1,5 +1,5 @@
-"""Triton kernels that compute the indexer loss over selected keys and the gradients of this loss. They replace the
-function `divergence`.
+"""Triton kernels that compute the indexer loss over selected keys and the gradients of this loss. The kernels replace
+the function `divergence` on GPUs.
 
 The kernels multiply each query only by its selected keys. In contrast, the plain PyTorch implementation multiplies a
 chunk of queries by all keys, and stores the products of all indexer heads.

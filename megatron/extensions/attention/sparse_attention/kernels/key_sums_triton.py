@@ -2,9 +2,9 @@
 
 Each query has a list of the keys that it attends to. For one chunk of queries at a time, the first backward pass stores
 the attention weights and the score gradients of the listed keys. In the second pass, each Triton program computes the
-gradients of a block of keys for a slice of channels. The program visits the queries in ascending order. It multiplies
-the stored score gradients by the queries, and the stored attention weights by the output gradients. If a key is not in
-a query's list, its weight and its score gradient are zero.
+gradients of a block of keys for a slice of channels. The program visits the queries in ascending order. For each query,
+the program multiplies the stored score gradients by the query, and the stored attention weights by the output gradient.
+If a key is not in a query's list, its weight and its score gradient are zero.
 """
 
 # mypy: disable-error-code="no-untyped-def"

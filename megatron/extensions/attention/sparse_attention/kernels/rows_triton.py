@@ -1,5 +1,5 @@
-"""Shared functions of Triton kernels that gather selected rows. They load channels in four slices, multiply these
-slices, and map a Triton program to its queries and heads."""
+"""Shared functions of Triton kernels that gather selected rows. The functions load channels in four slices, multiply
+these slices, and map a Triton program to its queries and heads."""
 
 # mypy: disable-error-code="no-untyped-def"
 

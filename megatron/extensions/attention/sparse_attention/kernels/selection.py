@@ -1,8 +1,8 @@
-"""Triton kernels that select keys. They replace the functions `scores_of_keys` and `largest_scores`.
+"""Triton kernels that select keys. The kernels replace the functions `scores_of_keys` and `largest_scores` on GPUs.
 
-The kernels do not store the products of individual heads, and do not sort the scores. Their scores differ from the
-scores of plain PyTorch only by rounding: plain PyTorch rounds products of 16-bit operands to 16 bits. Among keys with
-equal scores, both the kernels and plain PyTorch select the later keys.
+The kernels do not store the products of individual heads, and do not sort the scores. The scores of the kernels differ
+from the scores of plain PyTorch only by rounding: plain PyTorch rounds products of 16-bit operands to 16 bits. Among
+keys with equal scores, both the kernels and plain PyTorch select the later keys.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each Triton program of the score kernel loads a block of keys and processes the queries one by one. For each query, the
 program multiplies the keys by the query vectors of all indexer heads, applies ReLU and the head weights, and sums over
-heads without storing the products. Each program of the selection kernel processes one query. It determines the smallest
-selected score digit by digit, starting from the most significant digit (radix select), and then lists the selected
-keys.
+heads without storing the products. Each program of the selection kernel processes one query. The program determines the
+smallest selected score digit by digit, starting from the most significant digit (radix select), and then lists the
+selected keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
