@@ -40,8 +40,8 @@ class DifferentIds(Exception):
 
 
 class StandIn:
-    """Tokenizer that uses the package gigatoken in place of `reference` and compares some of the ids. `stand_in_for`
-    constructs instances."""
+    """Tokenizer that uses the package gigatoken instead of `reference`, and compares some of its ids with the ids from
+    `reference`. `stand_in_for` constructs instances."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken

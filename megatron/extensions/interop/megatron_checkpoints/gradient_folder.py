@@ -26,7 +26,7 @@ RANK_FILES = "mp_rank_*.pth"
 
 
 class GradientFolder(LegacyTensors):
-    """Gradients of the model's parameters, read from the files of all ranks."""
+    """Reader of the gradients of a model's parameters from the files of all ranks."""
 
     def __init__(self, folder: Path, model: TransformerConfig) -> None:
         self.files = {path.stem: path for path in sorted(folder.glob(RANK_FILES))}

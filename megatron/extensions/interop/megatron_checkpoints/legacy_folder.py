@@ -114,7 +114,7 @@ the layer numbers of the whole model."""
 
 
 class LegacyTensors:
-    """Parameters of a model, read from the files of all ranks. `MegatronSource` reads tensors through this class."""
+    """Reader of a model's parameters from the files of all ranks. `MegatronSource` reads tensors through this class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -74,7 +74,7 @@ def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) ->
 
 
 class TorchDistTensors:
-    """Parameters of a model, read from a torch_dist checkpoint. `MegatronSource` reads tensors through this class.
+    """Reader of a model's parameters from a torch_dist checkpoint. `MegatronSource` reads tensors through this class.
 
     Older versions of Megatron-LM flatten optimizer states: a tensor that is divided into a grid of blocks is stored as
     [grid..., elements of a block]. The checkpoint's index contains the original shapes of flattened tensors.

@@ -118,8 +118,8 @@ class EngineLoop:
                 self._tell(found)
 
     def _take(self, seconds: float) -> bool:
-        """Submit and cancel the jobs for which other threads have called `submit` or `cancel`. If there is no such call
-        yet, wait up to `seconds` for the first one. Return False if no call arrives in this time."""
+        """Process the calls of `submit` and `cancel` from other threads. If there is no call yet, wait up to `seconds`
+        for the first one. Return False if no call arrives in this time."""
         taken = False
         while True:
             try:

@@ -86,8 +86,8 @@ def longest_sequence(
 
 
 def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
-    """Return the names of the rotary fields whose values in `own` differ from the folder's model such that the outputs
-    change. The list is empty if a value is invalid, because other rules report invalid values.
+    """Return the names of the rotary fields that change the model's outputs, because their values in `own` differ from
+    the folder's model. The list is empty if a value is invalid, because other rules report invalid values.
     """
     try:
         read = settings_of(model).keys() | settings_of(with_fields(model, own)).keys()
