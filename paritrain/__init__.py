@@ -25,7 +25,7 @@ SOURCE = _source()
 
 
 def _put_first(folder: Path) -> None:
-    """Put a folder first on the path. Raises ImportError if this process has imported another `megatron`."""
+    """Put a folder first on `sys.path`. Raises ImportError if this process has imported another `megatron`."""
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
     loaded = sys.modules.get("megatron")
     if loaded is not None and str(folder / "megatron") not in map(str, loaded.__path__):

@@ -1,4 +1,4 @@
-"""Model class of lm-evaluation-harness that evaluates a checkpoint."""
+"""Model class for lm-evaluation-harness that evaluates a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_arguments(checkpoint: str | None, fields: Mapping[str, str]) -> None:
 
 
 def load_named(extension: str) -> None:
-    """Load the extension files that the user names. Raises ModelArgumentError if an extension cannot be used."""
+    """Load the extension files that `extension` names. Raises ModelArgumentError if an extension cannot be used."""
     try:
         load_extensions([name for name in extension.split(os.pathsep) if name])
     except ExtensionError as error:
@@ -60,12 +60,13 @@ def check_length(longest: int, limit: int) -> None:
 
 @register_model("megatron")
 class CheckpointLM(ParallelLM):
-    """A checkpoint saved under any layout, loaded in one process or over the ranks that torchrun or srun started.
+    """A checkpoint saved under any layout, loaded into one process or sharded over the ranks that torchrun or srun
+    launched.
 
     `checkpoint` is a folder of checkpoints, a single checkpoint, or the folder of a Hugging Face model. `tp`, `pp` and
-    `ep` are the sizes by which the model is divided over the ranks. `max_length` is the number of tokens that the model
-    reads. The default is --seq-length of the model's run. `batch_tokens` is the number of tokens in a forward pass.
-    Tokenizer fields (`tokenizer_type` and so on) replace the tokenizer flags of the run. `batch_size` and
+    `ep` are the tensor-parallel, pipeline-parallel and expert-parallel sizes. `max_length` is the number of tokens that
+    the model reads. The default is --seq-length of the model's run. `batch_tokens` is the number of tokens in a forward
+    pass. Tokenizer fields (`tokenizer_type` and so on) replace the tokenizer flags of the run. `batch_size` and
     `max_batch_size`, which the harness passes, are ignored, because batches are measured in tokens. `extension` names
     the Python file of your own extension, or several files separated by colons. Raises ModelArgumentError with every
     problem of these arguments.

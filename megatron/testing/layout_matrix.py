@@ -149,7 +149,7 @@ def weights_hash(snapshot: Snapshot) -> str:
 
 
 def error_line(text: str) -> str:
-    """Return the error of the first failed rank in one line. The line ends with the innermost line of user code in the
+    """Return the error of the first failed rank as one line. The line ends with the innermost line of user code in the
     traceback, if there is one."""
     first = re.split(r"\nrank \d+ of \d+:\n", text)[0]
     frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', first)

@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class World:
-    """Settings with which the ranks of a local world are started."""
+    """Settings with which the ranks of a local world are launched."""
 
     size: int
     folder: Path

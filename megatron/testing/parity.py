@@ -2,17 +2,17 @@
 
     python -m megatron.testing.parity --extension my_activation.py -- --activation-func my_activation --num-layers 8
 
-Flags after `--` describe the model as for pretrain_gpt.py, including components of extensions. Other flags get tiny
-defaults: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of this machine.
-Rows of the table:
+Flags after `--` describe the model as on the command line of pretrain_gpt.py, including components of extensions. Other
+flags get tiny defaults: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of
+this machine. Rows of the table:
 
 - `one-process`: the reference; shows the SHA-256 of the initial weights.
 - `finite-differences`: compares each gradient with finite differences of the loss, in one process.
-- a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to one process. Loss, gradient norm,
-  gradients, weights, and optimizer and callback states of each step must agree within 1e-9. The row `given` is the
-  layout that the flags after `--` set. Some gradients, such as those of key biases, are zero except for rounding.
-  Sign-based optimizers amplify the rounding. Elements of weights and states that differ only for this reason are
-  allowed, and the row shows how many there are.
+- a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to those of `one-process`. Loss,
+  gradient norm, gradients, weights, and optimizer and callback states of each step must agree within 1e-9. The row
+  `given` is the layout that the flags after `--` set. Some gradients, such as those of key biases, are zero except for
+  rounding. Sign-based optimizers amplify the rounding. Elements of weights and states that differ only for this reason
+  are allowed, and the row shows how many there are.
 - `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.
 
 The `on_start` method of callbacks that store state in checkpoints is called at the start, and their `on_step_end`

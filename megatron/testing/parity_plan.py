@@ -138,8 +138,8 @@ def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
 
 
 def in_fp64(config: RunConfig) -> RunConfig:
-    """Return the configuration changed to fp64 on CPU ranks of this machine. Evaluation, checkpoints, metrics and
-    checks are turned off."""
+    """Return a copy of the configuration that uses fp64 and CPU ranks of this machine. Evaluation, checkpoints, metrics
+    and checks are turned off."""
     parallel = ModelParallelConfig()
     for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
     plain = {name: getattr(parallel, name) for name in for_gpus}
@@ -156,7 +156,7 @@ def in_fp64(config: RunConfig) -> RunConfig:
 
 
 def on_one_process(config: RunConfig) -> RunConfig:
-    """Return the configuration of the same model and batch without parallelism or recomputation."""
+    """Return a configuration for the same model and batch, without parallelism or recomputation."""
     model = config.model
     change: Callable[..., TransformerConfig] = replace
     recompute = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}

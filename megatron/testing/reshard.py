@@ -158,7 +158,7 @@ def _visit(
 
 
 def forget(run: TrainingRun) -> None:
-    """Set every tensor that a checkpoint restores to NaN."""
+    """Overwrite with NaN every tensor that a checkpoint restores."""
     run.ddp.gather_params_()
     with torch.no_grad():
         for stage in run.stages.values():
@@ -175,7 +175,7 @@ def forget(run: TrainingRun) -> None:
 
 
 def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
-    """Return whether a loaded fragment equals the saved fragment. The kinds of state in `rounded` may differ by the
+    """Return True if a loaded fragment equals the saved fragment. The kinds of state in `rounded` may differ by the
     relative bound that `rounded` gives. All other kinds must be bit-equal."""
     if fragment.key not in truth.tensors:
         return False

@@ -162,7 +162,8 @@ class DealsSamples(Protocol):
 
 
 def dealer_of(config: RunConfig) -> Dealer:
-    """Return the dealer that the flags select. A dealer assigns the samples of a training step to replicas."""
+    """Return the dealer that the flags select. A dealer assigns the samples of a training step to data-parallel
+    replicas."""
     asked = [
         options.dealer(config.model.seq_length)
         for options in config.extension_options
@@ -176,7 +177,7 @@ class DividesSamples(Protocol):
     """Base class of extension flags that may change how training samples are divided over context-parallel ranks."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the object that divides sequences over ranks, or None if the flags select none."""
+        """Return the object that divides sequences over ranks, or None if the flags select no such object."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
@@ -346,7 +347,8 @@ class WrapsDatasets(Protocol):
     """Base class of extension flags, registered with `part_of="data"`, that change the samples of data sets."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """Return a data set that wraps `dataset` and changes its samples, or `dataset` itself if nothing changes."""
+        """Return a data set that wraps `dataset` and changes its samples. Return `dataset` itself if no sample
+        changes."""
 
 
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:

@@ -25,9 +25,9 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     """Evaluate the "valid" or "test" data sets of the current phase, and log the loss of each set. The log also
     contains the perplexity if the loss is a plain cross-entropy. Collective.
 
-    The evaluation stops early if the run is asked to stop. If every data set has a name, the log also contains a loss
-    without a name: the mean over the tokens of all data sets. A validation continues with the sample after the last
-    sample of the previous validation.
+    The evaluation stops early if the run is asked to stop. If every data set has a name, the log also contains an
+    unnamed loss, which is the mean over the tokens of all data sets. A validation continues with the sample after the
+    last sample of the previous validation.
     """
     training = run.config.training
     runtime = run.runtime

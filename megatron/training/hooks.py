@@ -193,7 +193,7 @@ class Meter:
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
-        """Return values to log, computed from the sum of `take` over the world; equal on all ranks."""
+        """Return values to log, computed from `summed`, the sum of `take` over the world; equal on all ranks."""
         return {}
 
     def write(self, log: Log) -> None:
@@ -219,7 +219,7 @@ class Task:
 
     name: str
     interval: int | None
-    """Number of iterations between runs of the task. With None or 0, the task has no interval."""
+    """Number of iterations between runs of the task. If it is None or 0, the task has no interval."""
     run: Callable[[], object]
     at_end: bool = False
     """True if the task also runs after the last iteration."""
@@ -357,7 +357,7 @@ class Callback:
         return ()
 
     def state(self) -> object:
-        """Return the callback's state for checkpoints, in JSON types, equal on all ranks, or None if it has none."""
+        """Return the callback's state for checkpoints in JSON types, or None. The state must be equal on all ranks."""
         return None
 
     def load_state(self, state: object) -> None:
@@ -369,11 +369,11 @@ class Callback:
         return None
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-        """Delete old checkpoints in `root`, but none in `held`. Called when the checkpoint of iteration `newest` is
-        complete, on one rank, on the thread that writes checkpoints. May raise OSError."""
+        """Delete old checkpoints in `root`, but no checkpoint in `held`. Called when the checkpoint of iteration
+        `newest` is complete, on one rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
-        """Called before the first step, after the checkpoint is loaded, if there is one."""
+        """Called before the first step and after a checkpoint, if there is one, is loaded."""
 
     def on_step_end(self, run: RunView) -> None:
         """Called after each step. The device may still be computing the step."""

@@ -36,7 +36,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 class StartupPhases:
-    """Measure the wall time of each start-up phase."""
+    """Timers that measure the wall time of each start-up phase."""
 
     def __init__(
         self, begin: Callable[[str], None] = lambda name: None, end: Callable[[str], None] = lambda name: None
@@ -82,7 +82,7 @@ class Runtime:
 
 
 def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
-    """Return the GPU of this local rank, or the CPU."""
+    """Return the GPU of this local rank, or the CPU if --cpu is set or no GPU is available."""
     if config.cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     if launch.local_rank >= torch.cuda.device_count() and config.distributed_backend != "gloo":

@@ -52,7 +52,8 @@ class Progress:
     """Number of iterations without an update, because of a non-finite value, a spike, or --iterations-to-skip."""
 
     nan_iterations: int = 0
-    """Number of steps skipped because the loss or gradient was not finite, except overflows of the fp16 loss scale."""
+    """Number of steps skipped because the loss or gradient was not finite. Overflows that the fp16 loss scale caused
+    are not counted."""
 
     skipped_spikes: int = 0
     """Number of steps skipped because the loss or gradient was far above its running mean."""
@@ -178,7 +179,7 @@ class Interval:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Exclude the time spent in this block from the step time."""
+        """Context manager that excludes the time spent in its block from the step time."""
         began = time.perf_counter()
         yield
         self.excluded += time.perf_counter() - began

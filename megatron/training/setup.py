@@ -87,8 +87,8 @@ def host_threads(device: torch.device) -> int:
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if the run resumes at a different position from the position that its plan assumes. The position
-    differs if the newest checkpoint is damaged, or if the checkpoint was not read during planning.
+    """Return True if the position at which the run resumes differs from the position that its plan assumes. The
+    position differs if the newest checkpoint is damaged, or if the checkpoint was not read during planning.
     """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
@@ -186,7 +186,7 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` contains the callbacks and metrics of the run. The default is those of the registered extensions."""
+    `parts` contains the callbacks and metrics of the run. If it is None, registered extensions provide both."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):

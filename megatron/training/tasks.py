@@ -141,8 +141,8 @@ def end_callbacks(run: TrainingRun) -> str:
 
 
 class GarbageCollection:
-    """Garbage collection during training. With --manual-gc, all ranks collect garbage at the same steps. Without it,
-    Python collects garbage at its thresholds.
+    """Garbage collection during training. With --manual-gc, all ranks collect garbage at the same steps. Without
+    --manual-gc, Python collects garbage whenever an allocation threshold is reached.
 
     In a large run, a garbage collection takes tenths of a second. With Python's thresholds, each rank collects garbage
     at different steps, and every collection delays all ranks. Automatic collection is off until `resources` is

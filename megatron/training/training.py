@@ -101,8 +101,8 @@ def next_step(run: TrainingRun) -> bool:
 
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
-    """Perform the tasks that are due now. If `before_step` is True, these are tasks before the next step; otherwise,
-    tasks after the last step. Return the performed tasks."""
+    """Perform the tasks that are due now. If `before_step` is True, these are the tasks before the next step.
+    Otherwise, these are the tasks after the last step. Return the performed tasks."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]

@@ -103,7 +103,7 @@ def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
 
 
 def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """Return a single cause that explains the wrong gradient in all elements, such as a factor, or None if there is no
+    """Return a single cause that explains all elements of the wrong gradient, such as a factor, or None if there is no
     such cause."""
     sizes = [torch.linalg.vector_norm(each).item() for each in (found, expected)]
     if sizes[0] <= allowed * sizes[1]:
@@ -143,7 +143,7 @@ def fraction(factor: float, allowed: float) -> str:
 
 
 def _of_parts(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """Find parts that are wrong in an otherwise correct gradient. Yields (fraction of wrong elements, position,
+    """Find parts that are wrong in an otherwise correct gradient. Yield (fraction of wrong elements, position,
     cause)."""
     yield from _of_blocks(found, expected, allowed)
     yield from _of_rows(found, expected, allowed)
@@ -151,7 +151,7 @@ def _of_parts(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple
 
 def _of_rows(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
     """Find ranges of wrong indices along each dimension, such as the rows of keys and values in a QKV weight. A
-    dimension with many separate ranges is ignored. Yields (fraction of wrong elements, position, cause)."""
+    dimension with many separate ranges is ignored. Yield (fraction of wrong elements, position, cause)."""
     for dim, size in enumerate(found.shape):
         gaps, *norms = (
             torch.linalg.vector_norm(each.movedim(dim, 0).reshape(size, -1), dim=1)
@@ -178,7 +178,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 def _of_blocks(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
     """Divide each dimension of a gradient into blocks, in several ways, and find divisions in which only some blocks
-    are wrong. Yields (fraction of wrong elements, position, cause) for each such division.
+    are wrong. Yield (fraction of wrong elements, position, cause) for each such division.
 
     The cause is "" if the wrong blocks share no simple cause. Blocks of zeros, such as padding, are ignored.
     """

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from megatron.extensions.observe.diagnosis.step_dump import SAMPLES
 
 IGNORED = -100
-"""Label of uncounted tokens in transformers batches."""
+"""Label that excludes a token from the loss in transformers batches."""
 
 Arrays = Mapping[str, NDArray[Any]]
 

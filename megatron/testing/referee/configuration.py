@@ -1,5 +1,5 @@
-"""Configuration with which the reference gradients are computed. It is the model's own configuration, and flags set the
-values that the model's configuration does not define."""
+"""Configuration with which the reference gradients are computed. The reference uses the model's own configuration.
+Flags set the values that the model's configuration does not define."""
 
 from __future__ import annotations
 

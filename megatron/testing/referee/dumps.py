@@ -33,7 +33,7 @@ from megatron.extensions.interop.megatron_checkpoints.gradient_folder import RAN
 from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assembled, read_box
 
 INDEX = ".metadata"
-"""Name of the metadata file in a folder of torch.distributed.checkpoint (DCP)."""
+"""Name of the metadata file in a folder that torch.distributed.checkpoint (DCP) has written."""
 
 REMEDY = (
     "give gradients under the parameter names of --model: a .safetensors file, or a folder written by "
@@ -120,7 +120,7 @@ class StoredTensor:
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors of a folder that torch.distributed.checkpoint.save has written, by name."""
+    """Yield (name, tensor) for each tensor in a folder that torch.distributed.checkpoint.save has written."""
     reader = IndexReader(folder)
     try:
         entries = reader.read_metadata().state_dict_metadata.items()

@@ -217,8 +217,8 @@ def _blocks(length: int) -> int:
 
 
 def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
-    """Return the share of the batch gradient that comes from `part`. Gradients are those of the mean loss over the
-    batch."""
+    """Return the share of the batch gradient that comes from `part`. The batch gradient is the gradient of the mean
+    loss over the batch."""
     tokens = float(part.loss_mask.sum())
     if not tokens:
         return torch.zeros((), dtype=torch.float64)

@@ -134,7 +134,7 @@ class Model:
             return Gradients(run)
 
     def _config(self, batch: Batch) -> RunConfig:
-        """Return the configuration of one step in one process without dropout."""
+        """Return the configuration for one step in one process, without dropout."""
         own, (samples, length) = (
             without_callbacks(without_data_flags(self.config or self.source.config)),
             batch.tokens.shape,

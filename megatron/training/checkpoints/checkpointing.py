@@ -240,7 +240,7 @@ class LoadsModels(Protocol):
     The methods `start` and `stages` are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
-        """Load the model that --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
+        """Load the model that --load names into the parameters and the optimizer, as `RunCheckpoint.load` does."""
 
     def stages(
         self,

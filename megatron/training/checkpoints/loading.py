@@ -162,7 +162,7 @@ def check_may_start(options: CheckpointConfig) -> None:
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raise ValueError, with every difference at once, if the run would not continue the saved run.
+    """Raise a ValueError that lists all differences if the run would not continue the saved run.
 
     The training data of the two runs are compared by fingerprint, if both fingerprints are known.
     """

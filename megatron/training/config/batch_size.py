@@ -25,8 +25,8 @@ class BatchSizes:
 
     final: int
     earlier: tuple[tuple[int, int], ...] = ()
-    """Batch sizes before the final one, in order. In each pair (end, batch size), `end` is the number of consumed
-    samples up to which the batch size applies."""
+    """Batch sizes before the final batch size, in order. In each pair (end, batch size), `end` is the number of
+    consumed samples up to which the batch size applies."""
 
     past: tuple[Point, ...] = START
     """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. The batch

@@ -45,8 +45,8 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def record_named_code(config: RunConfig) -> str | None:
-    """Record the code that the flags of a run name, if the run has --save. If the code cannot be recorded, return a
-    warning to print."""
+    """Record the code that the flags of a run name, if --save is set. If the code cannot be recorded, return a warning
+    to print."""
     save, names = config.checkpoint.save, list(config.extensions.extension or ())
     for flag in all_flags():
         if flag.spec.names_code is not None:

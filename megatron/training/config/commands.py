@@ -35,7 +35,7 @@ class Option:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Return how many values the option can take: 0, 1, or either."""
+        """Return the permitted numbers of values of the option: (0,), (1,) or (0, 1)."""
         return (0,) if not self.usage else (0, 1) if self.usage.startswith("[") else (1,)
 
 

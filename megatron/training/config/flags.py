@@ -429,7 +429,7 @@ def _kind(hint: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def spelling_table() -> dict[str, tuple[Flag, bool]]:
-    """Map each spelling to its flag, and to False if the spelling turns a bool off."""
+    """Map each spelling to a pair: its flag, and False if the spelling turns a bool off."""
     table: dict[str, tuple[Flag, bool]] = {}
     for flag in all_flags():
         for spelling, on in flag.spellings():

@@ -29,7 +29,7 @@ from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 UNWRITABLE = NO_ROOM | {errno.EBADF, errno.EIO}
-"""Values of `errno` with which a write to an open output file may fail."""
+"""Values of `errno` that a failed write to an open output file may report."""
 
 
 class OutputError(OSError):

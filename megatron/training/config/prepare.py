@@ -194,7 +194,8 @@ def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> l
 
 
 def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:
-    """Return a problem if the SLURM job's time limit is too short for training to start, even after a requeue."""
+    """Return a problem if the SLURM job's time limit is so short that training could not start, even after a
+    requeue."""
     start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
     margin = config.training.exit_margin_in_mins
     if not (start and end and start.isdigit() and end.isdigit()) or (minutes := (int(end) - int(start)) / 60) > margin:

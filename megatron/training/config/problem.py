@@ -85,7 +85,7 @@ class Problem:
 
     @classmethod
     def of_message(cls, flag: str, value: object, message: str) -> Problem:
-        """Convert the message of a ValueError, which has the form `flag value: rule; remedy`, to a problem."""
+        """Convert an error message of the form `flag value: rule; remedy` to a problem."""
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
 
@@ -164,7 +164,7 @@ def any_text(text: str) -> str:
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
-    """Print the number of problems and one line per problem, as the last lines on the screen.
+    """Print the number of problems, and one line for each problem, as the last lines on the screen.
 
     If `json_file` is not None, the problems are also written to that file as JSON. If `json_file` is empty, the JSON is
     written to standard output."""
@@ -215,8 +215,8 @@ def divides(divisor: int | None, value: int | None) -> bool:
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) if no file can have the path `path`, or if the path is that of a device with endless
-    content. Otherwise, return None.
+    """Return (rule, remedy) if no file can have the path `path`, or if `path` is a device with endless content.
+    Otherwise, return None.
 
     `kind` is a value of `FlagSpec.path`, such as "local".
     """

@@ -321,8 +321,8 @@ def settings_in_other_units() -> dict[str, list[str]]:
 
 
 def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
-    """Merge the values of two sources of flags. Values in `later` take precedence over values in `earlier`, even if the
-    two give the same setting in different units, such as iterations and samples."""
+    """Merge the values of two sources of flags. Values in `later` take precedence over values in `earlier`, even if
+    they express the same setting in different units, such as iterations and samples."""
     groups = settings_in_other_units().values()
     replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
     return {field: value for field, value in earlier.items() if field not in replaced} | later

@@ -48,7 +48,8 @@ of GPT-2's vocabulary."""
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return every problem that prevents a run with `config`, which may lack derived values, on `world_size` ranks."""
+    """Return every problem that prevents a run with `config` on `world_size` ranks. `config` may lack derived
+    values."""
     return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
@@ -175,12 +176,12 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
 
 
 def _filled(section: S, **values: object) -> S:
-    """Return a copy of `section` in which each field that is None has its value from `values`."""
+    """Return a copy of `section` in which each field that is None is set to its value in `values`."""
     return _with(section, {k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
 
 
 def _with(section: S, values: Mapping[str, object]) -> S:
-    """Return `section` with the fields in `values` replaced."""
+    """Return a copy of `section` with the fields in `values` replaced."""
     return replace(section, **values)
 
 

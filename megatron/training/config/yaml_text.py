@@ -87,7 +87,7 @@ class _Check:
         """Results of `measure`, keyed by node id. The result is None while a node is being measured."""
 
     def measure(self, node: Node) -> tuple[int, int]:
-        """Return how many values a node contains, and how many levels of lists and mappings are nested in it. Raises
+        """Return the number of values in a node, and the number of nested levels of lists and mappings in it. Raises
         ValueError if the node has a tag that settings files may not use, or too many values or levels."""
         if id(node) in self._known:
             if (known := self._known[id(node)]) is None:

@@ -15,7 +15,7 @@ class LogFormat(Protocol):
 
 
 LOG_FORMATS = Registry("--log-format", NoFacts, protocol=LogFormat)
-"""Values of --log-format, classes derived from `megatron.training.metrics.console.LogLines`:
+"""Values of --log-format, which are classes derived from `megatron.training.metrics.console.LogLines`:
 
     @LOG_FORMATS.register("terse")
     class Terse(LogLines):

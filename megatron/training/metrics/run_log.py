@@ -26,7 +26,7 @@ removed or changes its meaning. Adding a key does not change the version."""
 
 
 class RunLog:
-    """Write records and progress on the first rank, and nothing on other ranks.
+    """Log that writes records and progress on the first rank, and nothing on other ranks.
 
     The constructor creates the --save folder and writes the resolved configuration into it. A run that only evaluates a
     checkpoint in that folder does not write the configuration. All files are closed when `resources` is closed, or when

@@ -68,7 +68,7 @@ class JsonLinesSink:
     again. For example, starting a finished run again repeats its test record. If any line except the last one is
     damaged, the sink copies the file before it changes the file. A new run renames an existing file instead of
     overwriting it. If a write fails, for example on a full disk, one warning is printed, and the record is kept and
-    written together with a later one.
+    written together with a later record.
 
     If the file is deleted, renamed or replaced during the run, further records go to a file at the original path.
     The sink calls `check` before it creates that file. `check` raises OSError if the run must not create files in the

@@ -60,7 +60,7 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Return the child processes of all threads of this process; empty if the kernel does not list them."""
+    """Return the child processes of all threads of this process, or an empty list if the kernel does not list them."""
     return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 
 

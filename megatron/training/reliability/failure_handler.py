@@ -56,7 +56,7 @@ LAST_RESORT = 30.0
 
 
 class FailureHandler:
-    """Exit this process, after reporting the reason to the other ranks, the screen, the launcher and OUTCOME_FILE."""
+    """Handler that reports a failure to the other ranks, the screen, the launcher and OUTCOME_FILE, and then exits."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome

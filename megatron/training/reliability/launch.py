@@ -82,8 +82,7 @@ class Launch:
     """True if the launcher has started ranks on several hosts or simulates several hosts."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """Return a rank's name for messages, such as `rank 3 of 8 on HOST`. By default, the name is that of this
-        rank."""
+        """Return a rank's name for messages, such as `rank 3 of 8 on HOST`. The default is the name of this rank."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod

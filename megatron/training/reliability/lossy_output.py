@@ -44,7 +44,7 @@ class LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write data, and drop the data that cannot be written. Always returns the size of `data`, so that callers do
+        """Write data, and drop the data that cannot be written. Always return the size of `data`, so that callers do
         not retry."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):
@@ -101,7 +101,7 @@ _at_exit: list[Callable[[], None]] = []
 
 
 def flush_output() -> None:
-    """Flush both standard streams, and report how many lines they have lost. Raises nothing."""
+    """Flush both standard streams, and report how many lines they have lost. The function raises no exceptions."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

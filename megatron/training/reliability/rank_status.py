@@ -74,7 +74,8 @@ class HangAnalysis:
         return None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write further evidence into `folder`, which contains the stack file of `rank`. May raise OSError."""
+        """Write further evidence into `folder`, which contains the stack file of `rank`. The method may raise
+        OSError."""
 
 
 class RankStatus:
@@ -109,7 +110,8 @@ class RankStatus:
         return self.phase if action is None else f"{self.phase}, micro-batch {action.microbatch}, action {action}"
 
     def line(self) -> str:
-        """Return the line of code that raised the error or, without an error, that the training thread executes."""
+        """Return the line of code that raised the error. If there is no error, return the line that the training thread
+        executes."""
         return (place_in(self.error) if self.error is not None else "") or place_of(self._thread)
 
     def place(self) -> str:

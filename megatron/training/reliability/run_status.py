@@ -111,7 +111,7 @@ class ExitCode(IntEnum):
     """Exit code of every process of a run. Under torchrun, these are the exit codes of the workers."""
 
     DONE = 0
-    """Trained to the end, or to the stop set by --exit-interval, --exit-duration-in-mins or an `exit` file."""
+    """The run trained to the end, or to the stop set by --exit-interval, --exit-duration-in-mins or an `exit` file."""
 
     FAILED = 1
     """A rank failed. The failure report names the rank."""
@@ -152,8 +152,8 @@ def record_event(save: str | Path | None, event: str, **facts: object) -> None:
 
 
 def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
-    """Return the events in the --save folder of a run, oldest first; damaged lines are skipped. Empty without
-    --save."""
+    """Return the events in the --save folder of a run, oldest first; damaged lines are skipped. The list is empty
+    without --save."""
     return list(each_event(save))
 
 

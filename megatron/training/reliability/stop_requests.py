@@ -24,7 +24,7 @@ from megatron.training.reliability.launch import SIGNALS, START
 from megatron.training.reliability.rank_store import Board, Request
 
 UNANSWERED = 5.0
-"""Seconds to wait for the answers of other ranks if a signal arrives before the first step."""
+"""Seconds to wait for answers from other ranks if a signal arrives before the first step."""
 
 
 class StopRequests:
@@ -150,7 +150,7 @@ class SignalListener:
 
     def start(self, listen: bool) -> None:
         """Start receiving signals if `listen` is True. Call this method on the main thread. This method also delivers
-        signals that arrived earlier, which were blocked since the start of the process."""
+        signals that arrived earlier, which have been blocked since the start of the process."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)

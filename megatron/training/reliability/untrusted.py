@@ -79,7 +79,7 @@ def _short(value: object) -> str:
 
 
 class Ignored:
-    """Count malformed messages and report the first one on standard error."""
+    """Counter of malformed messages, which reports the first one on standard error."""
 
     def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
         """`here` returns the name of this process, to be printed in reports. If `reports` is False, nothing is

@@ -104,8 +104,7 @@ LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
 }
 """Upper limits for the numeric values of this program's flags. Each key is a word in the names of configuration fields.
-Each value is a pair of the limit and a comment on the limit. The key is a word in the name of the field, and the value
-is a pair of the limit and a comment on the limit."""
+Each value is a pair of the limit and a comment on the limit."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:
@@ -123,7 +122,7 @@ def _is_ours(flag: Flag) -> bool:
 
 
 def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
-    """Return (rule, remedy) if `value` is out of the flag's bounds; otherwise None."""
+    """Return (rule, remedy) if `value` is outside the flag's bounds, or None otherwise."""
     default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
     if flag.field == "lr":
         default = "for example --lr 3e-4"

@@ -172,7 +172,7 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
 
 
 def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Yield problems found by the rules of the model's attention and linear attention."""
+    """Yield the problems found by the rules of the model's attention and linear attention classes."""
     found = [c.model.attention_mixer]
     with suppress(ValueError):  # another rule reports an invalid pattern
         found += (MIXERS.facts(name) for name in c.model.linear_attentions)

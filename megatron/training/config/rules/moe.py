@@ -61,7 +61,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 ROW_BYTES = 16
-"""Grouped kernels need matrices whose row size in bytes is a multiple of this number."""
+"""Grouped kernels require matrices whose row size in bytes is a multiple of this number."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 

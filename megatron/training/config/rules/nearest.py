@@ -21,7 +21,7 @@ NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))
 and further remedies."""
 
 TRIED = 8
-"""Maximum number of values to try among those that rules suggest as the nearest."""
+"""Maximum number of values to try among the nearest values that rules suggest."""
 
 SCANNED = 32
 """Number of small integers to try if no suggested value is valid. Many flags that count groups or layers accept small

@@ -46,7 +46,7 @@ class SavedOptimizer(TypedDict):
 
 
 class SavedSeed(TypedDict, total=False):
-    """Seed of initial values, dropout and data order."""
+    """Type of the saved seed, which determines initial values, dropout and data order."""
 
     seed: int
 
@@ -116,8 +116,8 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return None if the value has the type `kind`, and otherwise the expected type in words, such as "a number". If
-    the value is a list, its elements are not checked."""
+    """Return None if the value has the type `kind`. Otherwise, return the expected type in words, such as "a number".
+    If the value is a list, its elements are not checked."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
