@@ -64,7 +64,7 @@ def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
 
 
 def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems with --dump-step."""
+    """Yield a problem for each setting that does not permit --dump-step."""
     if own.dump_step is None:
         return
     if own.dump_step_dir is None and config.checkpoint.save_folder is None:

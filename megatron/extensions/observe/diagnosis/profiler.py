@@ -19,7 +19,7 @@ from megatron.training.step_parts import runs_passes_in_turns
 
 
 class Profiler(Callback):
-    """Callback that profiles from --profile-step-start to --profile-step-end, on the ranks of --profile-ranks.
+    """Callback that profiles the steps from --profile-step-start to --profile-step-end on the ranks in --profile-ranks.
 
     On CPUs, or if --use-pytorch-profiler is set, the callback writes a trace for Perfetto and Chrome. Otherwise, the
     callback starts and stops the capture of `nsys profile --capture-range=cudaProfilerApi`. Each operation and each

@@ -1,5 +1,5 @@
-"""Callback for --audit-by layout and --audit-by precision. A process on the host of the first rank recomputes audited
-steps while training continues.
+"""Audits by a background process (--audit-by layout and --audit-by precision). The process runs on the host of the
+first rank, and recomputes audited steps while training continues.
 
 Before an audited step, the ranks write the current weights and the samples of the step to the --save folder. After the
 backward passes of the step, each rank computes random-sign sums of its shard of the reduced gradients (`sketch`). The
@@ -57,7 +57,7 @@ CAUSES = {
 
 
 class BackgroundAudit(Callback, Meter):
-    """Callback for --audit-by layout and --audit-by precision."""
+    """Callback that compares audited steps with their recomputation by a background process."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, own = run, self.config.options(AuditFlags)
@@ -268,7 +268,7 @@ class BackgroundAudit(Callback, Meter):
         return None
 
     def _finish(self) -> None:
-        """Wait for the last audit."""
+        """Wait for the last audit, for at most `LONGEST_WAIT` seconds."""
         for _ in range(round(LONGEST_WAIT / POLL)):
             self._look()
             if self._sent is None:

@@ -64,7 +64,7 @@ class AuditFlags:
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title of the plan section about audits, and the entry point of the function that yields the lines
-        of this section. Returns None if the run has no audits."""
+        of this section. Return None if the run has no audits."""
         return ("Audits", f"{__package__}.plan_lines:lines") if audits(config) else None
 
 

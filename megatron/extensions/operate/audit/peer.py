@@ -1,6 +1,6 @@
-"""Callback for --audit-by peer. Before an audited step, each rank computes the micro-batches of another rank, which
-holds the same weights in another data-parallel replica. Each rank then runs the step with its own micro-batches, and
-compares this computation with the computation of the same micro-batches by its peer.
+"""Audits by other ranks (--audit-by peer). Before an audited step, each rank computes the micro-batches of another
+rank, which holds the same weights in another data-parallel replica. Each rank then runs the step with its own
+micro-batches, and compares this computation with the computation of the same micro-batches by its peer.
 
 The peer of a rank is the rank that also computes the micro-batches of this rank. Random numbers depend only on samples
 and positions, so both ranks compute the same values. In deterministic mode, the values are bitwise equal. If the
@@ -71,7 +71,7 @@ class Recording:
 
 
 class PeerAudit(Callback, Meter):
-    """Callback for --audit-by peer."""
+    """Callback that compares audited steps with their computation by another rank (--audit-by peer)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run = run
@@ -109,7 +109,7 @@ class PeerAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _note_weights(self) -> None:
-        """Store hashes of the weights if the next step is an audited step."""
+        """Store hashes of the weights. This method is called after a step if the next step is an audited step."""
         self._settle()
         self._weights, self._noted_at = self._hashes_of_weights(shards=True), self.run.progress.iteration
 

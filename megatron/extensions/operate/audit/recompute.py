@@ -13,7 +13,7 @@ FOLDER contains these files:
     FOLDER/pieces.json: parts of the gradients that each rank computes and owns.
     FOLDER/iter_0000100/weights-*.safetensors: weight shards before the step, named `NAME@OFFSET`.
     FOLDER/iter_0000100/samples-*.npz: samples of the step.
-    FOLDER/iter_0000100/job.json: the step, the run's loss and gradient sums, and --audit-by.
+    FOLDER/iter_0000100/job.json: the step, the run's loss and gradient sums, and the value of --audit-by.
 """
 
 from __future__ import annotations

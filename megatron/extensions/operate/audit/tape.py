@@ -68,8 +68,8 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before the reduction over data-parallel ranks, keyed by parameter name. The keys are
-        needed because the order of reductions may vary."""
+        """Sketches of gradients before the reduction over data-parallel ranks. The key contains the parameter name and
+        the number of the reduction. The keys are needed because the order of reductions may vary."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False

@@ -22,7 +22,7 @@ class RestartConfig:
 
     @property
     def starter(self) -> str | None:
-        """Entry point that forks the ranks and restarts them after a failure; None without --restarts-in-job."""
+        """Entry point that forks the ranks and restarts them after a failure; None if --restarts-in-job is 0."""
         return f"{__package__}.restarts:start_again" if self.restarts_in_job else None
 
 

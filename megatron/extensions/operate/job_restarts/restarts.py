@@ -4,9 +4,9 @@ Each process that the launcher starts is called a parent. A parent imports torch
 as a rank. If a rank fails, its child process ends, but the parent does not, so the launcher does not notice the
 failure. The parent forks another child, in which all modules are already imported. When the child of any rank fails,
 all children end. All parents then wait for each other before they fork again, so that no child from before the failure
-is left. The last --spare-ranks parents have no rank. These spares wait with all modules imported until a rank is lost
-together with its parent, for example on a lost host. If there are not enough spares, the run continues on fewer ranks
-if possible. Otherwise, all parents end, and the launcher restarts the ranks.
+is left. The last N parents have no rank, where N is the value of --spare-ranks. These spares wait with all modules
+imported until a rank is lost together with its parent, for example on a lost host. If there are not enough spares, the
+run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts the ranks.
 """
 
 from __future__ import annotations
@@ -318,8 +318,9 @@ class Parent:
         return ExitCode.FAILED, ""
 
     def _watch(self, child: Kept, number: int) -> int:
-        """Wait until a child ends, and return the exit code of the child. The child is killed if another rank fails, or
-        after a second signal."""
+        """Wait until a child ends, and return the exit code of the child. The child is killed if another rank fails,
+        after a second signal, if a signal has stopped the child, or if the child does not connect to the other ranks in
+        time."""
         clock, following = Clock(), self._next_worker()
         ask_at = ran_at = following_ran_at = 0.0
         end_at = lost_at = stuck_at = float("inf")

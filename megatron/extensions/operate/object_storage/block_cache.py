@@ -30,7 +30,7 @@ from megatron.core.fsync import whole_file
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_STORAGE_CACHE"
-"""Environment variable that sets the cache folder for processes without the flag --storage-cache."""
+"""Environment variable that sets the cache folder of processes that are started without --storage-cache."""
 
 SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18

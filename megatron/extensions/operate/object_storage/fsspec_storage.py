@@ -97,7 +97,8 @@ class FsspecStorage(Storage):
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
         """Read a range of a file through the cache that all processes of this host share. Raises FileExistsError if the
-        file was replaced after this process began to read the file. Only S3 is guaranteed to detect a replacement."""
+        file was replaced after this process began to read the file. On stores other than S3, a replacement may remain
+        undetected."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:

@@ -80,7 +80,7 @@ class Uploads:
             other.add(iteration, folder)
 
     def want(self, iteration: int) -> None:
-        """Queue a local checkpoint for upload."""
+        """Queue a local checkpoint for upload. An older checkpoint that is still waiting is not uploaded."""
         if self._waiting is not None:
             self._held.remove(checkpoint_folder(self.root, self._waiting))
             self._lines.put(f"checkpoint of iteration {self._waiting} is not uploaded: {iteration} is newer")
@@ -230,7 +230,8 @@ class TwoTiers(Callback):
 
     def _newer(self, resumes: bool) -> tuple[list[Path], str]:
         """Return the local checkpoints that are newer than the checkpoints in --save, newest first. The second result
-        is a log line that explains why local checkpoints cannot be used; empty if they can."""
+        is a log line that explains why local checkpoints cannot be used; empty if they can be used. Local checkpoints
+        of training that this run does not continue are moved to a folder with the suffix `.old`."""
         root = self.config.checkpoint.save_root
         assert root is not None
         try:

@@ -16,8 +16,8 @@ FILES_AT_ONCE = 2
 
 
 def upload(folder: Path, root: PurePath, iteration: int, check: Callable[[], None]) -> int:
-    """Upload the checkpoint `folder` of an iteration to `root`, and make it the latest checkpoint in `root`. Returns
-    the size of the checkpoint in bytes. `check` is a function that raises OSError if this run must not write to `root`.
+    """Upload the checkpoint `folder` of an iteration to `root`, and make it the latest checkpoint in `root`. Return the
+    size of the checkpoint in bytes. `check` is a function that raises OSError if this run must not write to `root`.
     Raises OSError, for example if a file differs from the manifest, and ValueError if there is no manifest. If an error
     occurs, nothing is published, and the uploaded files are deleted."""
     final = checkpoint_folder(root, iteration)

@@ -157,7 +157,7 @@ class Copies:
         return {host: self._address(host) or address for host, address in self.place.holders.items()}
 
     def wait(self, seconds: float = inf) -> list[int]:
-        """Wait, for at most `seconds`, until the copies in progress are complete on all ranks or have failed. Returns
+        """Wait, for at most `seconds`, until the copies in progress are complete on all ranks or have failed. Return
         the ranks whose copies are still in progress."""
         if self._thread is not None:
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
@@ -232,7 +232,7 @@ class Copies:
             self._agree(iteration)
 
     def _agree(self, iteration: int) -> None:
-        """Wait until all ranks have completed their copies."""
+        """Wait until all ranks have completed their copies, or a rank has reported a failure."""
         pause, longest = 0.001, min(0.1, 0.01 + 1e-4 * self._world)
         while self._store.add(f"copied/{self._number}", 0) < self._world:
             if self._store.check([failed := f"failed/{self._number}"]):

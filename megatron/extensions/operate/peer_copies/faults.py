@@ -17,7 +17,8 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Environment variable in which --restarts-in-job passes the recovery method, such as `SPARES`, to the ranks."""
+"""Environment variable through which a parent process (`job_restarts`) passes the recovery method, such as `SPARES`, to
+its rank."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"

@@ -40,7 +40,7 @@ class PeerCopyConfig:
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title of the plan section about copies in memory, and the entry point of the function that yields
-        the lines of this section. Returns None if the run makes no copies."""
+        the lines of this section. Return None if the run makes no copies."""
         return ("Copies in memory", f"{__package__}.plan_lines:lines") if keeps_copies(config) else None
 
 

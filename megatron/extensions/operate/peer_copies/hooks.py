@@ -1,4 +1,4 @@
-"""Callback for --peer-copies, which resumes a run from the newest complete copies, and copies the state after steps."""
+"""Callback that copies the state after steps, and resumes a run from the newest complete copies (--peer-copies)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected to each other. From then on, the first rank holds the lease on --save."""
+        """True after the ranks have connected to each other. From then on, rank 0 holds the lease on --save."""
 
         self._saved: int | None = None
         """Iteration of the checkpoint that was this process's last save at the time of the last copy."""

@@ -1,9 +1,9 @@
 """Placement of copies: the hosts that hold copies of each part of the training state, and whether all parts survive a
 loss of hosts. This module does not import torch.
 
-With --peer-copies N, hosts form groups of N + 1. Each host keeps its own parts, and copies of the parts of the other
-hosts in its group. This is the mixed placement of GEMINI (SOSP 2023). Training state is lost only if all hosts of one
-group are lost. If copies were spread over all other hosts, the loss of nearly any pair of hosts would lose training
+If --peer-copies is N, hosts form groups of N + 1 hosts. Each host keeps its own parts, and copies of the parts of the
+other hosts in its group. This is the mixed placement of GEMINI (SOSP 2023). Training state is lost only if all hosts of
+one group are lost. If copies were spread over all other hosts, the loss of nearly any pair of hosts would lose training
 state. If the number of hosts is not a multiple of N + 1, the last group is larger. The hosts of this group form a ring,
 and each host's copies are on the next N hosts of the ring.
 """

@@ -50,7 +50,7 @@ class StopFileFlags:
     --save."""
 
     def folders(self, config: RunConfig) -> list[Path]:
-        """Return the folders in which trigger files and the kill switch are looked for."""
+        """Return the folders in which the run looks for trigger files: the --save folder and --trigger-path, if set."""
         return [Path(folder) for folder in (config.checkpoint.save_folder, self.trigger_path) if folder]
 
 

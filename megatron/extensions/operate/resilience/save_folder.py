@@ -94,7 +94,7 @@ class StopFiles(Watch):
         self._files = {folder / name: kind for folder in options.folders(config) for name, kind in TRIGGERS.items()}
         self._kill_switch = Path(options.kill_switch_path) if options.kill_switch_path else None
         self._stuck = set[Path]()
-        """Names of trigger files that could not be removed, and are therefore ignored."""
+        """Paths of trigger files that could not be removed, and are therefore ignored."""
 
     def look(self) -> None:
         if not self._requests.pending:

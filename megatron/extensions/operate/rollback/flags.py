@@ -37,7 +37,7 @@ class RollbackFlags:
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title of the plan section about rollbacks, and the entry point of the function that yields the
-        lines of this section. Returns None if the plan has no such section."""
+        lines of this section. Return None if the plan has no such section."""
         if not rolls_back(config) or uses_peer_copies(config):
             return None
         return "Rollback at a spike", f"{__package__}.plan_lines:lines"

@@ -1,5 +1,5 @@
-"""Callback for --rollback-on-spike, which keeps earlier states. After a loss spike, the run returns to one of these
-states and skips batches."""
+"""Callback that keeps earlier training states (--rollback-on-spike). After a loss spike, the run returns to one of
+these states and skips batches."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class LayerAlarms:
     order of iteration. A resumed run starts without earlier records."""
 
     def __init__(self, threshold: float) -> None:
-        """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables all alarms."""
+        """Create the alarms. `threshold` is the value of --layer-growth-threshold. The value 0 disables all alarms."""
         self.threshold = threshold
         self._layers: dict[str, GrowthRule[int]] = {}
         self._ranks: dict[str, GrowthRule[tuple[str, int]]] = {}
