@@ -15,9 +15,9 @@ offloading.
 `UnitSharding` determines when a unit is needed and which unit is next; this module performs the copies between host and
 device. The device holds the parameters of at most two units, and the gradients of at most three units. While the
 gradients of one unit are copied to the host, the gradients of another unit are accumulated, and the gradient sum of a
-third unit may be copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its shards in its
-host memory. Parameter shards are copied to the device and then all-gathered. Gradients are reduce-scattered, and the
-resulting shards are added to the gradient sums on the device.
+third unit may be copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its shards in the
+memory of its host. Parameter shards are copied to the device and then all-gathered. Gradients are reduce-scattered, and
+the resulting shards are added to the gradient sums on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SLURM array job with one task per rung. This module does not import torch."""
+"""Create a SLURM array job with one task per rung. This module does not import torch."""
 
 from __future__ import annotations
 

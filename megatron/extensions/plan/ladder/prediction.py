@@ -107,8 +107,8 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
     evaluations are fitted with the exponents of the final law.
 
     Validation losses vary more while the learning rate is high. Therefore, the largest rung is also predicted from the
-    other rungs at each evaluation. At each evaluation, the uncertainty band of the target is at least as wide as the
-    largest error of the predictions for the largest rung, at this evaluation or later. If the target is farther from
+    other rungs at each evaluation. The uncertainty band of the target at an evaluation is at least as wide as the
+    largest error of these predictions for the largest rung, at that evaluation or later. If the target is farther from
     the largest rung, in log(compute), than the largest rung is from the second largest rung, the band is widened in
     proportion.
     """

@@ -1,4 +1,4 @@
-"""Validation loss of a record in metrics.jsonl. This module does not import torch."""
+"""Read the validation loss from a record in metrics.jsonl. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation memory per rank, measured by running stages on fake tensors and counting every allocated storage.
+"""Measure the activation memory per rank by running stages on fake tensors and counting every allocated storage.
 
 A stage is measured in parts: one layer of each distinct kind, each pair of adjacent kinds, and the two ends of the
 model. The sizes of the activations that the layers save are summed. A tensor that two adjacent layers share is counted
@@ -29,8 +29,8 @@ from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak
 
 MEASURED_LAYERS = 3
-"""Number of layers that are measured in a group of identical layers that are recomputed together. Each further layer
-adds the same number of bytes."""
+"""Number of layers to measure if identical layers are recomputed together in a group. Each further layer adds the same
+number of bytes."""
 
 
 class ActivationPlan(StageParts):

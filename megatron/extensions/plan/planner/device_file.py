@@ -115,7 +115,7 @@ class DeviceFile:
     memory_gib: Positive
 
     peak_tflops: Mapping[str, float]
-    """Peak TFLOP/s by precision, from the data sheet; used for MFU."""
+    """Peak TFLOP/s by precision, from the data sheet. The MFU is computed from these rates."""
 
     gemm: Mapping[str, GemmSpeed]
     """GEMM rates by precision: bf16, fp8, fp32."""

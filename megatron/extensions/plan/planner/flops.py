@@ -51,8 +51,8 @@ def model_flops(
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
     # Plain causal attention is one kernel. Attention with dropout, windows, chunks, caps or ALiBi uses other kernels,
-    # with one launch per tile. Plain causal attention is therefore counted, and the count is scaled to the number of
-    # visible keys below.
+    # with one launch per tile. Therefore, plain causal attention is counted here, and the loop below scales the count
+    # to the number of visible keys.
     config = replace(
         config,
         seq_length=length,

@@ -51,8 +51,8 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank's parameters, gradients and optimizer state, including padding. Attributes count bytes on the
-    device, except `disk` and those whose names begin with `host`."""
+    """Bytes of one rank's parameters, gradients and optimizer state, including padding. All attributes count bytes on
+    the device, except `disk` and the attributes whose names begin with `host`."""
 
     parameters: int
     gradients: int

@@ -182,7 +182,7 @@ class Fit:
 
     @classmethod
     def of(cls, memory: Sequence[RankMemory], size: float | None, device: DeviceFile | None) -> Fit:
-        """Compare the memory with a device of `size` GiB and the host memory in the device file."""
+        """Compare the planned memory with a device of `size` GiB and with the host memory in the device file."""
         host = None if device is None else device.host_memory_gib
         return cls(memory, *(None if each is None else int(each * GIB) for each in (size, host)))
 

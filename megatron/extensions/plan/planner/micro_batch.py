@@ -46,7 +46,7 @@ OF_PIPELINE = (
     *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
     *("data_parallel_size", "num_distributed_optimizer_instances"),
 )
-"""Configuration fields that do not affect the work of a micro-batch in a layer."""
+"""Configuration fields that do not affect the work that a layer performs for a micro-batch."""
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:

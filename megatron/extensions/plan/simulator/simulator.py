@@ -1,4 +1,4 @@
-"""Simulation of action lists: the start and end of each action, idle time, and memory."""
+"""Simulate action lists: compute the start and end of each action, idle time, and memory."""
 
 from __future__ import annotations
 

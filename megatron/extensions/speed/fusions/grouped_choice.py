@@ -172,8 +172,8 @@ def _checked_first(check: Callable[[], None], run: Callable[[], object]) -> Call
 
 
 def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-    """Add the same products twice to zeros, and compare two corners of each expert's sums with products in fp64. Raises
-    RuntimeError if the error exceeds `TOLERANCE`."""
+    """Check a kernel: add the same products twice to zeros, and compare two corners of each expert's sums with products
+    in fp64. Raises RuntimeError if the error exceeds `TOLERANCE`."""
     for counts in (even(shapes), uneven(shapes)):
         out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
         for _ in range(2):

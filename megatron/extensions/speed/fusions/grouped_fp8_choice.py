@@ -176,8 +176,8 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
         _add(out, *dy[:2], *x[:2], tile_ends, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Add the same products twice to zeros, and raise RuntimeError unless two corners of each expert's sums are
-        correct."""
+        """Check the kernel with the given tiling: add the same products twice to zeros, and raise RuntimeError unless
+        two corners of each expert's sums are correct."""
         for counts in (even(shapes), uneven(shapes)):
             out, dy, x, tile_ends = tiles_of(shapes, outputs, inputs, counts)
             for _ in range(2):

@@ -109,7 +109,7 @@ class RingOverlap:
 
     The sequence is divided into one part for each rank. While a part is multiplied, either this part is sent to the
     next rank (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). Each step of the ring
-    takes as long as its matrix product or its transfer, whichever is slower.
+    takes as long as its matrix product or its transfer, whichever takes longer.
     """
 
     def __init__(self, hardware: Hardware) -> None:

@@ -43,7 +43,7 @@ class Measured:
     """Pairs (bytes read and written, seconds) of copies."""
 
     floor: float
-    """Seconds that an element-wise operation on a tensor with one element takes."""
+    """Time in seconds of an element-wise operation on a tensor with one element."""
 
 
 def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -76,7 +76,7 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
-    """Fit the GEMM rate of one precision. `filled` contains, for each measured point, the share of the device that the
+    """Fit the GEMM rate at one precision. `filled` contains, for each measured point, the share of the device that the
     product's output tiles fill. `peak` is the TFLOP/s that the device can reach. The fitted rate is limited to the
     peak, because noise, or shares that are too small, may yield a higher rate."""
     flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]

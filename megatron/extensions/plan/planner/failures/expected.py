@@ -1,5 +1,5 @@
-"""Expected goodput of a run on devices that fail, its best save interval, and the number of spare nodes worth paying
-for. This module does not import torch.
+"""Compute the expected goodput of a run on devices that fail, its best save interval, and the number of spare nodes
+worth paying for. This module does not import torch.
 
 Failures are modeled as a Poisson process. A run of W devices, each with `rate` failures a day, fails every M = 86400 /
 (rate W) seconds on average. The run saves after every tau seconds of steps, and each save stops it for delta seconds.

@@ -122,7 +122,7 @@ def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
 def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
     """Return the iteration at which a run would start, and problems that prevent it.
 
-    Only the metadata of checkpoints is read, so damaged tensors are not found.
+    Only the metadata of checkpoints is read, so damaged tensors are not detected.
     """
     options = config.checkpoint
     if options.load is None:

@@ -193,7 +193,7 @@ def without_inputs(parts: Parts) -> Parts:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Settings of a rehearsal, common to all rehearsed ranks."""
+    """Settings of a rehearsal, which all rehearsed ranks share."""
 
     config: RunConfig
     """Configuration with the rehearsed number of micro-batches and with mock data."""

@@ -50,10 +50,10 @@ class Collective(NamedTuple):
     group: Group
     dtype: str
     sent: int
-    """Number of input elements."""
+    """Number of elements in the input of the collective."""
 
     received: int
-    """Number of result elements."""
+    """Number of elements in the result of the collective."""
 
     reduce: str = ""
     """Name of the reduction operation, such as "sum" or "max"; empty if the operation does not reduce."""

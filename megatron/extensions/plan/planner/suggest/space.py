@@ -208,7 +208,7 @@ class SearchedRun:
     """Training run whose layout is searched. The rest of the run's configuration stays unchanged."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
-        """Create the object from a resolved `config`, whose layout may be illegal."""
+        """Initialize the run from a resolved `config`, whose layout may be illegal."""
         self.own, self.world_size = config, world_size
         self._flags = [field_table()[field] for field in values_of(config, Layout()) if field in field_table()]
         self.given = self._as_given(config)

@@ -154,7 +154,7 @@ class StageMemory:
     these bytes."""
 
     host: BufferCounts = field(default_factory=BufferCounts)
-    """Number of host buffers for offloaded activations, by size."""
+    """Numbers of host buffers that hold offloaded activations, by buffer size."""
 
     def __add__(self, more: StageMemory) -> StageMemory:
         return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))

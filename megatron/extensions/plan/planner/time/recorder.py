@@ -73,7 +73,7 @@ COLLECTIVES = {
 """Map from the name of an operator to a tuple (kind of collective, argument index of the whole operand, argument index
 of the group).
 
-A `recv` moves as many bytes as a send.
+Receives are not listed, because a receive moves the bytes that the matching send already counts.
 """
 
 

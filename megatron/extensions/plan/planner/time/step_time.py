@@ -296,7 +296,7 @@ class Step:
         )
 
     def _messages(self) -> list[float]:
-        """Return the times of messages from each stage to the next stage."""
+        """Return the time of a message from each stage to the next stage."""
         model, parallel = self.config.model, self.config.parallel
         if self.layout.num_stages == 1:
             return [0.0]
