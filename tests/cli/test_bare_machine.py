@@ -1,4 +1,5 @@
-"""Training requires only torch and numpy, so it also runs on a GPU machine on which no packages can be installed."""
+"""Training requires only torch and numpy, so that it also runs on a GPU machine on which no packages can be
+installed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Resuming a run from its newest checkpoint with a different batch size. If the newest checkpoint is damaged, the run
-resumes from an earlier checkpoint."""
+"""Tests of resuming a run with a different batch size. If the newest checkpoint is damaged, the run resumes from an
+earlier checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers other than torchrun."""
+"""Tests of launchers other than torchrun."""
 
 from __future__ import annotations
 

@@ -189,9 +189,9 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Maximum size of a buffer that `AllGatherDispatcher` allocates without knowing the actual number of rows. The size is
-a multiple of the number of rows under a balanced expert load. If a larger buffer might be needed, the host instead
-waits for the actual number of rows.
+"""Maximum number of rows of a buffer that `AllGatherDispatcher` allocates without knowing the actual number of rows.
+The maximum is stated as a multiple of the number of rows under a balanced expert load. If a larger buffer might be
+needed, the host instead waits for the actual number of rows.
 """
 
 

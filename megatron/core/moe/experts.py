@@ -227,7 +227,7 @@ class FusedWeightedActivation(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], optional b [E/ep, ...].
+    """Linear layer of all local experts: x [n, in], weight [E/ep, ..., in], optional bias [E/ep, ...] -> [n, out].
 
     If the input features are sharded (`cuts.inputs`), the output is a partial sum, and the columns of the bias are
     sharded over the expert tensor-parallel ranks.

@@ -123,8 +123,8 @@ def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """Add dy_eᵀ x_e to out[e] [o, i] for each expert e that has rows, in the precision of `out`. dy_e [n_e, o] and x_e
-    [n_e, i] are the expert's rows of `dy` and `x`.
+    """For each expert e that has rows, add dy_eᵀ x_e to `out[e]` [o, i], in the precision of `out`. The matrices dy_e
+    [n_e, o] and x_e [n_e, i] contain the rows of `dy` and `x` that belong to the expert.
 
     The function runs one matrix product per expert.
     """

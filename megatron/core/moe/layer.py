@@ -98,8 +98,9 @@ class MoELayer(nn.Module):
 
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
-    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. The projections have
-    biases if `config.add_bias_linear` is True. Return None if --moe-latent-size is not set.
+    """Return the specifications of the linear layers fc1_latent_proj (weight [latent, h]) and fc2_latent_proj (weight
+    [h, latent]), which are named as in Megatron-LM. The projections have biases if `config.add_bias_linear` is True.
+    Return None if --moe-latent-size is not set.
     """
     if config.moe_latent_size is None:
         return None

@@ -76,7 +76,8 @@ class RunningLoads:
         """Return the expert loads for each sample of micro-batch `number`, [b, E] float64. The loads for a sample are
         the shares of assignments to each expert, counted over all samples up to and including that sample.
 
-        Raises ValueError if the pipeline schedule has not yet run all micro-batches before `number`.
+        The method raises ValueError if the pipeline schedule has not yet run the forward passes of all micro-batches up
+        to `number`.
         """
         while (done := len(self._shares)) <= number:
             if done not in self._started:
@@ -149,7 +150,8 @@ class Balance(nn.Module):
     """Auxiliary losses and expert bias of one router, and the router statistics of the current step."""
 
     expert_bias: nn.Parameter | None
-    """Expert bias [E], added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Expert bias [E] that is added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section
+    2.1.2). None if the router has no expert bias."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
         """Create the load-balancing state of a router.
@@ -198,7 +200,7 @@ class Balance(nn.Module):
             chosen: Selected experts [s, b, k].
             unbiased: Experts that would be selected without expert bias [s, b, k]. The balancing losses count these
                 assignments.
-            kept: Mask of the kept assignments [s, b, k]; None if no token is dropped.
+            kept: Mask of the assignments that are kept [s, b, k], or None if no assignment is dropped.
             context: The micro-batch's context.
         """
         assert context.aux_scale is not None

@@ -103,7 +103,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
 
 def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
-    """Copy the elements that both pieces contain from `source` to `target`."""
+    """Copy the elements that are in both pieces from `source` to `target`."""
     start, stop = max(source.start, target.start), min(source.stop, target.stop)
     if start < stop:
         values = source.data[start - source.start : stop - source.start]

@@ -31,10 +31,10 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """Add the actions SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. No messages are needed between
     stages on the same rank.
 
-    The function visits the actions of all ranks in the order in which they would start. Each send is appended to the
-    sender's list, directly after the action that computes the message. At the same time, the matching receive is
-    appended to the receiver's list. The receiver therefore posts the receive while the sender still computes the
-    message, and then continues with its next actions.
+    The function visits the actions of all ranks in the order of their start times in a simulation (`Walk`). Each send
+    is appended to the sender's list, directly after the action that computes the message. At the same time, the
+    matching receive is appended to the receiver's list. The receiver therefore posts the receive while the sender still
+    computes the message, and then continues with its next actions.
 
     The resulting lists cannot deadlock, even if each send blocks until the receiver reaches the matching receive, and
     vice versa. The reason is that all lists follow one global order of actions, in which every action follows the

@@ -80,7 +80,7 @@ class ScheduleFacts:
     next step. `of_step` is None if each step ends before the next step starts."""
 
     asks_for: tuple[object, ...] = ()
-    """Extension options that this schedule adds to `config.options` of every run that uses it."""
+    """Extension options that are added to `config.options` of every run with this schedule."""
 
     rules: Callable[..., Iterable[object]] | None = None
     """Function that checks whether a run may use this schedule. The function takes a `RunConfig` and the world size,
@@ -152,7 +152,8 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
         v: Number of stages per rank.
         group: Number of micro-batches per group. Larger groups leave more time for each message, but increase the
             number of activations on a rank.
-        in_turns: Whether to insert an FB before each pair of passes.
+        in_turns: Whether to interleave the two passes of each forward-backward pair, by inserting an FB before the
+            pair.
     """
     if v == 1:
         return one_f_one_b(p, m, in_turns)

@@ -5,8 +5,8 @@ column-parallel layer followed by a row-parallel layer needs one collective at e
 With sequence parallelism, the activations outside of such pairs are sharded along the sequence, so a pair begins with
 an all-gather and ends with a reduce-scatter instead of an all-reduce (arXiv 2205.05198, section 4.2).
 
-All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
-h] under sequence parallelism.
+All linear layers of the model use `LinearFunction`. In shapes, t is the number of tensor-parallel ranks. Activations
+have the shape [s, b, h], or [s/t, b, h] under sequence parallelism.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ class Embedding(nn.Module):
         return self.dropout(self.vectors(tokens, context), context)
 
     def vectors(self, tokens: Tensor, context: BatchContext) -> Tensor:
-        """Return the embeddings before dropout, for the same arguments and with the same shape as `forward`."""
+        """Return the embeddings before dropout. The arguments and the shape of the result are the same as in
+        `forward`."""
         x = self.word_embeddings(tokens)
         x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): modules after the last layer that predict further tokens (arXiv 2412.19437, 2.2).
+"""Multi-token prediction (MTP): modules after the last layer predict additional tokens (arXiv 2412.19437, section 2.2).
 
 The module of depth k = 1, 2, ... combines the hidden states of depth k - 1 with the embedding of the token k positions
 ahead, and predicts the token k + 1 positions ahead. Depth 1 reads the output of the model's final norm. All depths
