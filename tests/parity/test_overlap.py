@@ -73,8 +73,8 @@ def slow_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.grid("case", LAYOUTS[::3], LAYOUTS)
 def test_no_parameter_is_read_before_it_has_arrived(case: tuple[int, str, str], slow_gather: None) -> None:
-    """The test runs two steps without reading their results. The third step must then be bit-identical to the same step
-    without overlap."""
+    """Run two steps without reading their results, so that no read waits for the parameters. The third step must then
+    be bit-identical to the same step without overlap."""
     world_size, layout, overlap = case
     argv = [*COMMON.split(), *layout.split()]
     waiting, found = (train_in_world(world_size, [*argv, *more.split()], 1, unseen=2) for more in ("", overlap))

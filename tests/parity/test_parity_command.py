@@ -208,7 +208,8 @@ def test_the_error_of_the_first_rank_counts() -> None:
 
 
 def test_elements_changed_only_by_rounding_are_compared_separately() -> None:
-    """The sign of a gradient of 1e-17 is meaningless, but a gradient of exactly 0 leaves the weight unchanged."""
+    """With Adam, rounding may reverse the sign of a gradient of 1e-17, and with it the direction of the weight update.
+    A gradient of exactly 0 must leave the weight unchanged."""
 
     def snapshot(tiny: float, moved: float) -> Snapshot:
         values = {"initial weight w": [0.0, 0.0], "step 1 gradient w": [1.0, tiny], "step 1 weight w": [-0.1, moved]}

@@ -105,7 +105,8 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
     total = int(lengths.sum())
     plan = indices.plan_epochs(total, samples, seq_length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indices, "STREAM", 5)  # parts of 5 tokens end in the middle of documents
+        # The index is computed in parts of 5 tokens, which end in the middle of documents.
+        patch.setattr(indices, "STREAM", 5)
         forms = []
         for many in (0, 10**9):  # first with an index of document ends, and then with an index of sample starts
             patch.setattr(indices, "MANY_SAMPLES", many)

@@ -1,4 +1,4 @@
-"""Paths that no file can have are refused before any code opens them."""
+"""Invalid file paths are refused before any code opens the files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""If the results of a rank disagree with its audit twice, the rank exits as failed, and all ranks are restarted within
-the job."""
+"""If the results of a rank disagree with its audit twice, the rank exits with a failure, and all ranks are restarted
+within the job."""
 
 from __future__ import annotations
 

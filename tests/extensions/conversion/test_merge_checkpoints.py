@@ -289,7 +289,7 @@ def with_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> 
 def test_another_model_is_refused(
     run: Path, converted: dict[str, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One model has different shapes; another has equal shapes but computes something different."""
+    """One model has different shapes. Another model has equal shapes, but a different rotary base."""
     other = [*MODEL, *RUN, "--save", str(tmp_path / "wide"), "--hidden-size", "48", "--train-iters", "4"]
     run_forked(1, other, tmp_path / "screen")
     said = refused(capsys, "--input", at(run, 4), at(tmp_path / "wide", 4), "--output", tmp_path / "out")

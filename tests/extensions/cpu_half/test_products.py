@@ -71,7 +71,7 @@ def both_ways(rank: int, world_size: int) -> None:
                 bound = {torch.float32: 0.0}.get(dtype, torch.finfo(dtype).eps * (4 if "gradient" in name else 1))
                 largest = float(expected[name].abs().max())
                 torch.testing.assert_close(found, expected[name], rtol=bound, atol=bound * largest)
-        # the result equals an fp32 product, in contrast to torch's own result
+        # the result equals an fp32 product that is rounded once, unlike the result of torch's own fp16 kernel
         assert torch.equal(x @ y, (x.float() @ y.float()).half())
         for wrong in (lambda: x @ y.float(), lambda: torch.mm(x, y, out=torch.empty(33, 17))):
             with pytest.raises(RuntimeError, match="dtype"):

@@ -1,4 +1,4 @@
-"""Tests of the decision which rank caused a hang. The decision is based on the last collective that each rank
+"""Tests of how the rank that caused a hang is determined. The decision is based on the last collective that each rank
 entered."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WORLD = (0, 1, 2, 3)
 def standing(
     rank: int, world: int, tp: int, pp: int, waits_in: str = "", what: str = "all_reduce [4]", sender: int | None = None
 ) -> Waiting:
-    """Return the status of a rank. `world`, `tp` and `pp` are the numbers of collectives that the rank has entered in
-    each group. The rank waits in the last collective of the group `waits_in`."""
+    """Return the status of a waiting rank. `world`, `tp` and `pp` are the numbers of collectives that the rank has
+    entered in each group. The rank waits in the last collective of the group `waits_in`."""
     counts = {"world": (WORLD, world), "tp": (TP[rank], tp), "pp": (PP[rank], pp)}
     entered = [
         Entered(axis, ranks, number, what if axis == waits_in else "all_reduce [4]", axis == waits_in)
@@ -43,8 +43,8 @@ def with_rank_2(*where: Any) -> dict[int, Waiting]:
 
 
 def test_the_rank_that_enters_another_collective_is_named() -> None:
-    """Ranks 0 and 2 wait for each other. Three ranks are at the same pp collective as rank 0, but none has entered as
-    many collectives of the world group."""
+    """Ranks 0 and 2 wait for each other. The other three ranks have entered pp collective 5, which rank 2 has not
+    entered, but none of them has entered world collective 5, in which rank 2 waits."""
     found = blame(with_rank_2(5, 6, 4, "world", "barrier []"))
     assert found is not None and found.ranks == (2,)
     assert "rank 2 entered barrier [] (number 5 over world" in found.why

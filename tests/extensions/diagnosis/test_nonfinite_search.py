@@ -32,8 +32,8 @@ from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, s
 
 
 def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
-    """Run until a non-finite step ends the run. Return the error message, and whether the weights and moments are the
-    same as before the step."""
+    """Run until a non-finite step ends the run. Return two values: the error message, and True if the weights and
+    moments are the same as before the step."""
     with local_run(config, rank, world_size) as run:
         plant(kind, run)
         if kind != "weight gradient":

@@ -82,7 +82,7 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
     table, tp = embedding.word_embeddings, run.runtime.state.tp
 
     def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
-        """args: tokens [b, s]; out [s/tp, b, h]"""
+        """args contains the tokens [b, s], and out has the shape [s/tp, b, h]."""
         if run.progress.iteration < first - 1:
             return out
         own = args[0].t().chunk(tp.size)[tp.rank]

@@ -1,4 +1,4 @@
-"""Tests of torch profiler traces, which contain only the requested steps and ranks."""
+"""Tests of torch profiler traces. A trace contains only the requested steps and ranks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ lr: 0.001
 TRACED = CONFIG.replace("tensor-model-parallel-size: 2", "tensor-model-parallel-size: 1").replace(
     "pipeline-model-parallel-size: 2", "pipeline-model-parallel-size: 4"
 )
-"""Configuration with the parallel layout of the trace that `simulated_trace` returns."""
+"""Configuration with the same parallel layout as the trace that `simulated_trace` returns."""
 
 
 def page_of(folder: Path, *flags: str) -> tuple[str, str]:

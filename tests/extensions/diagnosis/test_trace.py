@@ -1,5 +1,5 @@
-"""Tests of traces that cover all ranks: the recorded events, and the common clock of all ranks. Tracing does not affect
-steps that are not traced."""
+"""Tests of traces that cover all ranks: the recorded events, and the common clock of all ranks. Tracing must not affect
+the steps that are not traced."""
 
 from __future__ import annotations
 

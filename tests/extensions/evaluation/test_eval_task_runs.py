@@ -21,7 +21,7 @@ EVALUATION = " ".join(RUN).replace("--lr 1e-2", "").replace("--mock-data --train
 
 
 def scores(folder: Path) -> dict[str, float]:
-    """Return the newest task record, without times."""
+    """Return the metrics of the newest task record, except times."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [record for record in records if "eval_tasks_seconds" in record]
     return {key: value for key, value in found[-1].items() if key not in ("time", "eval_tasks_seconds")}

@@ -206,7 +206,7 @@ class Layer:
         config = Fp8Flags(fp8_format="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
         self.context = Fp8Format(config, range(1), WeightCasts())
         self.gemms = self.context.linear("linear", Axis(), Cuts(), CPU, False)
-        # sizes with full and partial tiles
+        # the sizes give full and partial tiles
         s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)
         # the weight has two output dims, as the weights of query-key-value layers do
         self.weight = nn.Parameter(spread(4, out, features))
@@ -223,7 +223,7 @@ class Layer:
         return y.detach(), self.x.grad
 
     def exact(self) -> dict[str, Exact]:
-        """Return the exact products of the layer's operands after they are cast to fp8, keyed by GEMM."""
+        """Cast the layer's operands to fp8, and return the exact products of the cast operands, keyed by GEMM."""
         x, w, dy = self.x.detach().flatten(0, 1), self.weight.detach().flatten(0, 1), self.dy.flatten(0, 1)
         grad = E5M2 if self.hybrid else E4M3
         if self.recipe == "rowwise":

@@ -60,7 +60,7 @@ def test_gemms_match_rows_rounded_by_tiles_of_each_expert(counts: list[int], on_
 
 def distance_of_divisions() -> float:
     """Compute a weight gradient in two ways: from the rows of two ranks at once, and by adding up the gradients of each
-    rank's rows. Return the distance between the two results."""
+    rank's rows. Return the relative distance between the two weight gradients."""
     torch.manual_seed(0)
     dy, x = torch.randn(200, OUT).bfloat16(), torch.randn(200, IN).bfloat16()
     at_once, by_rank = torch.zeros(1, OUT, IN), torch.zeros(1, OUT, IN)

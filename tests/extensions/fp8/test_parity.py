@@ -52,8 +52,8 @@ def train(recipe: str, world_size: int, layout: str) -> Snapshot:
 
 
 def distance(a: Snapshot, b: Snapshot, kind: str) -> float:
-    """Concatenate all tensors of one kind from the first step, and return the relative distance between two
-    snapshots."""
+    """Return the relative distance between two snapshots. All tensors of the given kind from the first step are
+    concatenated."""
     keys = [key for key in a.tensors if key.startswith(f"step 1 {kind}")]
     assert keys and a.tensors.keys() == b.tensors.keys()
     pairs = [(a[key].double().flatten(), b[key].double().flatten()) for key in keys]
@@ -171,8 +171,8 @@ def test_resuming_is_bitwise_and_histories_fit_any_layout(tmp_path: Path) -> Non
     for found in stages:
         for name, history in found.items():
             assert torch.equal(history, whole[name]) and (history > 0).all()
-    # An amax history that exists only in the checkpoint or only in the run is ignored. A history starts from zeros if
-    # its length differs from that in the checkpoint.
+    # An amax history that exists only in the checkpoint or only in the run is ignored. If the history length differs
+    # from the length in the checkpoint, the history starts from zeros.
     longer = run_world(1, loaded_histories, flags_of("delayed", f"{load} --fp8-amax-history-len 3"))[0]
     assert all((history[:, 0] > 0).all() and not history[:, 1:].any() for history in longer.values())
     assert run_world(1, loaded_histories, flags_of("rowwise", load)) == [{}]
@@ -241,7 +241,7 @@ PER_TENSOR = [needs("overlap", "delayed"), needs("overlap", "tensorwise")]
 
 @pytest.mark.grid("recipe", PER_TENSOR[:1], PER_TENSOR)
 def test_overlapped_parts_are_cast_like_the_whole_tensor(recipe: str) -> None:
-    """The results are bit-identical because the sum of two ranks' values does not depend on the order."""
+    """The results are bit-identical, because the sum of the values of two ranks is the same in either order."""
     plain, found = (third_step(recipe, 2, f"{SP} {how}") for how in ("", "--tp-comm-overlap"))
     assert first_difference(found, plain, 0.0) is None
 

@@ -1,6 +1,7 @@
 """ZeRO-2 and ZeRO-3 with fp8 layers, low-precision states and fused residual streams give the same bits as ZeRO-1.
 
-With one micro-batch per rank, all strategies add the same gradients in the same order, so rounding cannot differ.
+With one micro-batch per rank, all sharding strategies add the same gradients in the same order, so their results are
+bit-identical.
 """
 
 from __future__ import annotations

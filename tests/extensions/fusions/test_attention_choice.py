@@ -172,7 +172,7 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     f"{NONE} --deterministic-mode": None,
 }
 """Expected differences from `OF_BASE`, keyed by the flags that cause them. The value is None if the run does not use
-torch's attention or may not depend on measurements."""
+torch's attention, or if measurements must not influence the choice of the kernel."""
 
 
 @pytest.mark.parametrize("flags", SHAPES)

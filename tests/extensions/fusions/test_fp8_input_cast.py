@@ -1,4 +1,4 @@
-"""Tests that fuse fp8 casts and bias gradient sums into the operations before and after linear layers. The fused model
+"""Tests of fusing fp8 casts and bias gradient sums into the operations before and after linear layers. The fused model
 equals the model without these fusions. Both models are bit-identical if the order of rounding is the same."""
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ GIVEN = {
     ("dropout", True): {"inputs": 1},
     ("dropout", False): {},
 }
-"""Numbers of fused inputs, casts and sums per micro-batch, keyed by (model, fp8). The casts that SwiGLU makes for the
-linear layers of the MLP are not counted."""
+"""Numbers of input casts, gradient casts and bias gradient sums that are fused into neighbouring modules, per
+micro-batch, keyed by (model, fp8). The casts that SwiGLU makes for the linear layers of the MLP are not counted."""
 
 
 def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.MonkeyPatch, gives: bool) -> list[Tensor]:
@@ -99,7 +99,7 @@ def test_fused_casts_equal_those_of_the_layer(name: str, fp8: bool, monkeypatch:
     assert bool(+none) == (fp8 and MODELS[name].swiglu)
     for one, two in zip(with_neighbours, alone, strict=True):
         assert two.isfinite().all()
-        # the rotation is undone in fp32, as in compiled code, not in bf16
+        # the unfused model computes the gradient of the rotary embedding in bf16, not in fp32 as compiled code does
         if MODELS[name].position_embedding_type == "rope":
             assert (one - two).norm() <= 0.03 * two.norm()
         else:

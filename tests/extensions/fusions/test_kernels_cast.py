@@ -127,7 +127,7 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
     tile = {"TILE": kernels.TILE}
     for capability, name in product((80, 90), ("fp8e4nv", "fp8e5")):
         if capability == 80 and name == "fp8e4nv":
-            continue  # Triton and torch support this format only on Ada and later GPUs
+            continue  # Triton and torch support fp8e4nv only on Ada and later GPUs
         outputs = {"rows": f"*{name}", "columns": f"*{name}", "casts": casts_of(name)}
         for by_amax, by_vector in ((False, False), (True, False), (True, True)):
             kernel = kernels.cast_tiles if by_amax else kernels.noting_tiles
@@ -177,9 +177,10 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
 
 
 def check_swiglu(device: str = "cpu") -> None:
-    """Compare the plain-torch version with the cast of autograd's result. Then compare the Triton kernel with the
-    plain-torch version. Results may differ where exponentials differ in the last bit: some values are then rounded to
-    the next 16-bit number, and a few of these to the next 8-bit number. On a GPU, only the kernel runs."""
+    """Compare the plain-torch kernel, which fuses SwiGLU with the cast to fp8, with a cast of the SwiGLU that autograd
+    computes. Then compare the Triton kernel with the plain-torch version. Results may differ where exponentials differ
+    in the last bit: some values are then rounded to the next 16-bit number, and a few of these to the next 8-bit
+    number. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         round_to_fp8_as_torch()

@@ -32,7 +32,7 @@ def check_grouped(device: str = "cpu") -> None:
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
-    if device != "cpu":  # GPUs compute fp32 GEMMs in TF32
+    if device != "cpu":  # on GPUs, fp32 GEMMs would be computed in TF32
         dtypes = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
     for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
         torch.manual_seed(0)
@@ -85,14 +85,14 @@ CASES = (
     ([0, 0, 600, 0], 16, 24),  # There is one tile, which is split into four parts.
     ([290, 2, 0, 0], 20, 64),  # There are two tiles, each of which is split into two parts.
     ([40, 33, 32, 48, 17], 40, 40),
-    ([9], 136, 64),  # too many rows of tiles for one group of tiles that share operands
+    ([9], 136, 64),  # the weight gradient has more rows of tiles than one group, whose tiles share operands
 )
 """Each case consists of the number of rows of each expert, the number of outputs and the number of inputs. Some of
 these sizes are not multiples of a tile."""
 
 
 ON_GPUS = (*CASES, ([0, 5000, 3, 9000], 300, 520), ([900] * 40, 272, 264))
-"""Cases for GPUs. Some sizes are not multiples of the tiles that GPUs use."""
+"""Cases for GPUs. Some sizes are not multiples of the tile size on GPUs."""
 
 
 def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -> None:
@@ -234,7 +234,7 @@ SHAPES = RunShapes.of(
 
 
 def test_kernels_are_timed_on_the_rows_and_matrices_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shape uses the fastest correct kernel, or torch if torch is faster."""
+    """For each matrix shape, the fastest correct kernel is used, or torch if it is faster than all kernels."""
     assert (SHAPES.expert_rows, SHAPES.expert_matrices) == (256, ((48, 32), (32, 24)))
 
     def add(kernel: str, out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, segments: Segments) -> None:

@@ -28,7 +28,7 @@ from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, same_bits
 SHAPES = (
     ([3, 0, 300, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 17 * TILE], 16, 24),  # there is one output tile, and its sum is split into parts
+    ([0, 17 * TILE], 16, 24),  # the weight gradient is a single tile, and the sum over its rows is split into parts
     ([129, 128], 40, 24),
 )
 """Each case consists of the number of rows of each expert, the number of outputs and the number of inputs. Some of

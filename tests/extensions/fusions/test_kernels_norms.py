@@ -113,9 +113,9 @@ def check_norms(device: str = "cpu") -> None:
 
 
 def check_heads(device: str = "cpu") -> None:
-    """Compare the plain-torch version with the cast of autograd's rounded fp32 result. Then compare the Triton kernel
-    with the plain-torch version bit for bit. On a GPU, only the kernel runs. A GPU fuses multiplications and additions,
-    so numbers next to a rounding tie may differ."""
+    """Compare the plain-torch version with autograd's fp32 result, rounded and cast to the output dtype. Then compare
+    the Triton kernel with the plain-torch version bit for bit. On a GPU, only the kernel runs. A GPU fuses
+    multiplications and additions, so numbers next to a rounding tie may differ."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(heads._heads)
@@ -170,7 +170,8 @@ class Backward(NamedTuple):
 
 
 FEW = 16
-"""Number of bytes that a thread may spill. Spilling this many bytes costs one or two loads."""
+"""Number of bytes that a thread may spill from registers to local memory. Spilling this many bytes costs one or two
+loads."""
 
 NAMED = Backward(4096, False, False), Backward(8192, False, False), Backward(12288, centered=True, sums=True)
 """Norm sizes of Llama 8B, Llama 70B and GPT-3. Only GPT-3's norms have biases."""

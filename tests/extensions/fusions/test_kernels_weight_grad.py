@@ -212,8 +212,8 @@ def _one(library: CublasLt) -> Callable[[], CublasLt]:
 
 
 def test_the_fastest_correct_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers of one shape use the same kernel. The Triton kernel is not a candidate on a CPU, because it has no CPU
-    version."""
+    """All layers with the same tensor shapes use the same kernel. The Triton kernel is not a candidate on a CPU,
+    because it has no CPU version."""
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
     ctx = tp_context(ParallelState(), False, torch.bfloat16, format=Fp8Format(config, range(1), WeightCasts()))
     sizes = ((16, 32), (32, 16), (16, 32))

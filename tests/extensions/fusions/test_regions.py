@@ -1,5 +1,5 @@
-"""Tests of compiled regions. The fused norm equals a sum followed by torch's norm. A kernel splits a projection into
-the same heads as plain torch."""
+"""Tests of compiled regions. The fused norm equals a sum followed by torch's norm. The compiled kernel that splits a
+projection into heads gives the same heads as plain torch."""
 
 from __future__ import annotations
 

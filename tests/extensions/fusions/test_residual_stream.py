@@ -62,7 +62,7 @@ that add to the residual stream directly. Both numbers are for 3 layers."""
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Record the operands of additions outside of norms."""
+    """Record the first operand of each residual addition that is not fused into a norm."""
     found: list[Tensor] = []
 
     def noted(x: Tensor, *args: Any) -> Tensor:
@@ -136,8 +136,8 @@ def test_outputs_for_ranks_or_hooks_are_not_added_in_gemms(added: list[Tensor], 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_fp8_gemms_add_to_the_stream_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
-    """Fp8 GEMMs add to the residual stream only with recipes that have one scale per operand (delayed and tensorwise).
-    The last bit of a sum decides between two fp8 numbers that are 6 % apart."""
+    """Only fp8 recipes with one scale per operand (delayed and tensorwise) let GEMMs add their result to the residual
+    stream. The last bit of a sum decides between two fp8 numbers that are 6 % apart."""
     config = replace(STYLES["llama"], num_layers=2)
     options = (Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)
     fp8 = ModelParallelConfig(bf16=True, compile=True, extension_options=options)

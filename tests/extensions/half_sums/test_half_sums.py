@@ -1,4 +1,4 @@
-"""--disable-bf16-reduced-precision-matmul makes cuBLAS add the partial sums of bf16 GEMMs in fp32."""
+"""With --disable-bf16-reduced-precision-matmul, cuBLAS adds the partial sums of bf16 GEMMs in fp32."""
 
 from __future__ import annotations
 

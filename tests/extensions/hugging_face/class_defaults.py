@@ -3,7 +3,7 @@
     python -m tests.extensions.hugging_face.class_defaults
 
 If a key is missing from a config.json, the default of the configuration class applies. The table contains the defaults
-of every built-in family, and the alternative key names that the family's class accepts.
+of every built-in family, and the alternative key names that the transformers class of the family accepts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ a reason.
     python -m tests.extensions.hugging_face.drawn_exports --draws 200 --seed 3
 
 A draw takes a tiny model of this program or of a Hugging Face family and gives legal values to up to three flags. Every
-family that can express the model's settings exports it. Weights and settings must be unchanged when the export is read,
-and the resulting model must compute the same logits bit for bit.
+family that can express the settings of the drawn model must export it. Weights and settings must be unchanged when the
+export is read, and the resulting model must compute the same logits bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def starts() -> dict[str, TransformerConfig]:
             try:
                 found[f"family {family}"] = replace(config_from_hf(stated), seq_length=24)
             except ValueError:
-                continue  # the extension that implements its layers is not installed
+                continue  # the extension that implements the family's layers is not installed
     return found
 
 

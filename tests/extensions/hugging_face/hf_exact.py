@@ -46,7 +46,7 @@ class Fp64(TorchFunctionMode):
 
 @contextmanager
 def fp64() -> Iterator[None]:
-    """Within the context, torch uses fp64 instead of fp32, including as the default dtype."""
+    """Use fp64 instead of fp32 within the context, including as torch's default dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         with Fp64():
@@ -141,8 +141,8 @@ def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Te
 def wrong_gradients(
     theirs: Any, mine: GPTModel, tokens: Tensor, model_type: str, weights: Callable[[Any], dict[str, Tensor]] = weights
 ) -> list[str]:
-    """Return the names of the transformers model's weights whose loss gradients differ from this program's. Also
-    overwrite each weight of the transformers model with its gradient."""
+    """Return the names of the transformers model's weights whose loss gradients differ from this program's. As a side
+    effect, each weight of the transformers model is overwritten with its gradient."""
     logits = theirs(tokens, use_cache=False).logits[:, :-1]
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     batch = Batch.of_tokens(tokens)

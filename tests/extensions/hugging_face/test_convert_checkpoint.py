@@ -98,7 +98,7 @@ TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
         ({TOKENIZER: {"pad_token": {"content": "<pad>"}}, GENERATION: {"pad_token_id": 2}}, 3),
         ({GENERATION: {"pad_token_id": 2}}, 2),
         ({GENERATION: {"pad_token_id": 2}, TOKENIZER: {"pad_token": "<pad>"}}, 3),
-        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # transformers appends this token to the vocabulary
+        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # transformers appends the padding token to the vocabulary
         ({}, None),
     ],
     ids=["text", "object", "generation", "both", "added", "none"],
@@ -117,7 +117,7 @@ def test_the_padding_token_is_kept(llama: Path, tmp_path: Path, files: dict[str,
 
 
 def test_without_a_tokenizer_exports_do_not_use_the_default_padding_token(tmp_path: Path) -> None:
-    """SmolLM3's default padding token, 128004, is outside of a small vocabulary."""
+    """SmolLM3's default padding token, 128004, exceeds the ids of a small vocabulary."""
     folder = save_model("smollm3", tmp_path / "theirs")
     convert("--input", folder, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", "--check", "some text")

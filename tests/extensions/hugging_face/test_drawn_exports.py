@@ -12,8 +12,8 @@ from tests.gpt_cases import LLAMA
 from tests.moe_cases import DEEPSEEK
 
 BIASED_EXPERTS = replace(DEEPSEEK, moe_shared_expert_intermediate_size=None)
-"""Model with sigmoid scores and an expert bias. Among the families that support both features, the first families in
-the list require different head widths for keys and values."""
+"""Model with sigmoid scores and an expert bias. Several families support both features, and the first of these families
+require different head widths for keys and values."""
 
 
 @pytest.mark.parametrize(

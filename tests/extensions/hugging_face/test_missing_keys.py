@@ -120,7 +120,7 @@ OLDER: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_moe_text": [{"full_attention_interval": 3}],
     "qwen3_next": [{"full_attention_interval": 2}],
 }
-"""Keys of older files, and alternative key names, that the transformers classes still read."""
+"""Settings in which some config.json keys have an older or alternative name that transformers still reads."""
 
 
 @pytest.mark.parametrize("model_type", [each for each in OLDER if each in FAMILIES])

@@ -278,7 +278,8 @@ ADDED = {
     "qwen2": "",
     "phi": "--tp 2",
 }
-"""Layout for each family. The families have tied or untied embeddings, and one has an output bias."""
+"""Layout under which each family is tested. The families cover tied and untied embeddings, and one family has an output
+bias."""
 
 
 @pytest.mark.parametrize("family", ADDED)

@@ -19,7 +19,7 @@ from tests.gpt_cases import FP64
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
     """Convert Hugging Face tensors to this program's unsharded parameters, keyed by this program's parameter names.
-    Raises ValueError listing all mismatches."""
+    Raise ValueError with a list of all mismatches if the tensors do not match."""
     weights = HFWeights(state_dict, config, model_type)
     weights.check_copies()
     return {name: weights.read(name) for name in weights.placements}

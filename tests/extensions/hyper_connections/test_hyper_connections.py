@@ -25,8 +25,9 @@ N, H = 3, STREAMS.hidden_size
 
 
 def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
-    """Forward and backward passes are bit-identical, because the input weights, the matrix and the output factor of
-    each sublayer are 1."""
+    """The loss and the gradients are bit-identical to those of the layer without hyper-connections, because all
+    hyper-connection weights (the input weight, the 1 x 1 mixing matrix and the output factor of each sublayer) are
+    1."""
     plain = GPTModel(GPT, FP64).train()
     options = {"enable_mhc_connections": True, "mhc_num_residual_streams": 1, "mhc_init_gating_factor": 0.0}
     config = with_fields(GPT, options | {"mhc_epsilon": 0.0})
@@ -47,8 +48,8 @@ def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
 
 
 def test_initial_factors_match_megatron() -> None:
-    """The factor of the sum after the last layer is initialized to 1. --mhc-init-gating-factor only initializes the
-    factors of sublayers."""
+    """The output factor of the streams after the last layer is initialized to 1. --mhc-init-gating-factor only
+    initializes the factors of sublayers."""
     found = {name: p for name, (p, _) in GPTModel(STREAMS, FP64).named_metas().items()}
     sums = [p for name, p in found.items() if name.endswith("hc_head_scale")]
     gates = [p for name, p in found.items() if ".alpha_" in name]
@@ -81,8 +82,8 @@ def test_streams_are_saved_once_per_layer() -> None:
 
 
 def test_only_streams_outputs_and_weights_are_saved() -> None:
-    """Each sublayer with hyper-connections saves more than a plain sublayer: its streams, its output and fp32 weights.
-    The sublayer saves neither projections nor Sinkhorn-Knopp iterations."""
+    """Each sublayer with hyper-connections saves more than a plain sublayer: its residual streams, its output and its
+    fp32 connection weights. The sublayer saves neither projections nor Sinkhorn-Knopp iterations."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
     tokens, sublayers = SAMPLES * STREAMS.seq_length, 4
     of_streams, of_output, of_weights = N * H * 2, H * 2, (N + N * N) * 4

@@ -32,7 +32,7 @@ def model_of(style: str) -> GPTModel:
 
 
 def generate(model: GPTModel, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Return the most likely new tokens of each prompt."""
+    """Return the new tokens that greedy decoding generates for each prompt."""
     requests = [Request(each, count) for each in prompts]
     return [found.tokens for found in Engine(StageRunner({0: model}), rows=3).run(requests)]
 

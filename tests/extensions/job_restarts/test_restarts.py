@@ -207,7 +207,8 @@ def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch
                 wait_for(lambda: process_state(store) != "T")
             return 1
         if number == 0:
-            time.sleep(HANG)  # the parent reads in the store that a restart is needed, and ends this rank
+            # The parent reads in the store that a restart is needed, and ends this rank while it sleeps.
+            time.sleep(HANG)
         return 75
 
     assert codes_of(2, attempt) == [75, 75]
@@ -257,7 +258,7 @@ def test_the_launcher_decides_if_a_parent_is_missing(
 
 
 def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may fail before the launcher has launched all ranks."""
+    """A rank may fail before the launcher has launched the parent processes of all ranks."""
     monkeypatch.setattr(parents, "ROLL", 0.5)
     monkeypatch.setattr(parents, "SILENT", 0.5)
     at_once = Parents.of.__func__  # type: ignore[attr-defined]

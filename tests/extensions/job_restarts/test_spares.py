@@ -1,5 +1,5 @@
-"""Tests of runs that lose ranks together with the ranks' processes. Spare ranks take over, and the result is bitwise
-the same."""
+"""Tests of runs that lose ranks together with the ranks' processes. Spare ranks take over the work of the lost ranks,
+and the resulting weights are bit-identical."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_without_the_store_the_launcher_resumes_from_copies_in_memory(tmp_path: 
 
 
 def begin_at_host(run: Run, first: int) -> None:
-    """Place the ranks of later starts on consecutive hosts, beginning with host number `first`."""
+    """From the next start of the run on, place the ranks on consecutive hosts, beginning with host number `first`."""
     prepare = run._prepare
     run._prepare = lambda rank: prepare(rank + first)  # type: ignore[method-assign]
 

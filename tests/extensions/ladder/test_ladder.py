@@ -69,8 +69,8 @@ def test_an_outlier_counts_less_than_in_least_squares() -> None:
 
 
 def test_four_runs_predict_a_fifth() -> None:
-    """The prediction was committed before the fifth run began. Fitting the curve to the four smaller runs reproduces
-    the recorded prediction."""
+    """The prediction was committed before the fifth run began. Fitting the scaling law to the four smaller runs
+    reproduces the recorded prediction."""
     found = json.loads(MEASURED.read_text())
     points = [Point(*(each[name] for name in ("parameters", "tokens", "loss"))) for each in found["points"]]
     target = Point(found["target"]["parameters"], found["target"]["tokens"], math.nan)

@@ -46,8 +46,8 @@ def test_recomputation_of_heads_saves_only_latents() -> None:
 
 
 def test_latents_are_gathered_in_place_of_hidden_states() -> None:
-    """With sequence parallelism, attention gathers both latents and the rotary key, which have 26 channels in this
-    model."""
+    """With sequence parallelism, attention gathers the query latent, the key-value latent and the rotary key, which
+    together have 26 channels in this model."""
     forward, backward = per_layer(4, True, "latent", "fp32")
     widths = (12, 10, 4, H)
     gathers, sum_ = [("all_gather", S * B * width * 4) for width in widths], ("all_to_all", S * B * H * 4)

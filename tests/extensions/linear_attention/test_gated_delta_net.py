@@ -188,7 +188,7 @@ def test_kernels_of_flash_linear_attention_match_torch(
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
     shape = (1, 48 * steps, 8, 6) if packed else (3, 16 * steps, 8, 6)
-    # The backward pass recomputes the forward pass.
+    # The kernel is called a second time because the backward pass recomputes the forward pass.
     assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)
     if packed:
         starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]
