@@ -33,8 +33,9 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Operands for mixing the streams. The first sublayer of a layer passes them to the second sublayer, which computes
-    the mixed streams. The backward pass of the second sublayer recomputes the mixed streams, so they are not saved."""
+    """Operands for mixing the streams. The first sublayer of a layer passes these operands to the second sublayer,
+    which computes the mixed streams. The backward pass of the second sublayer recomputes the mixed streams, so they are
+    not saved."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
@@ -50,7 +51,7 @@ class PendingMix:
 class TokenWeights(nn.Module):
     """Base class of modules that compute weights for each token from the streams of this token. The weights are a
     normalized projection of the streams, multiplied by trained factors, plus a bias. Only the streams are saved for the
-    backward pass, which recomputes everything else from them.
+    backward pass, which recomputes everything else.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:

@@ -1,7 +1,7 @@
 """Residual stream [s, b, 2h + e] of models with per-layer embeddings.
 
 The stream carries the hidden states (h channels), the word embeddings (h channels) and the weight of a norm (e
-channels), because every layer needs all of them. Each layer projects the word embeddings to e channels, normalizes the
+channels), because every layer needs all three. Each layer projects the word embeddings to e channels, normalizes the
 projection with the norm weight, and adds the result to embeddings from the layer's table. All layers share one norm
 weight. The norm weight is a parameter of layer 0. Layer 0 copies the weight to each token of the stream, and the other
 layers read the weight from the stream. In the backward pass, the gradient of the weight flows through the stream to

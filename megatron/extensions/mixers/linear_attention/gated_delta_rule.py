@@ -155,8 +155,8 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Return four tensors: diag(beta) V; diag(beta exp(G)) K; the keys, multiplied by the decay from each token to the
-    end of the chunk; and the queries, multiplied by the decay from the start of the chunk to each token. The caller
+    """Return four tensors: diag(beta) V, diag(beta exp(G)) K, the keys multiplied by the decay from each token to the
+    end of the chunk, and the queries multiplied by the decay from the start of the chunk to each token. The caller
     multiplies the first two tensors by T."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
@@ -285,13 +285,13 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors for the block of `BLOCK` tokens that begins at `start`.
+    """Return three tensors for the block of `BLOCK` tokens that begins at `start`:
 
-    Returns:
-        The products [2, ..., i, j] of the block's keys with the block's keys, and of the block's queries with the
-            block's keys; the keys [..., j, dk] of all earlier tokens of the chunk, multiplied by the decay from each of
-            these tokens to the first token of the block; and the keys and queries [2, ..., i, dk] of the block,
-            multiplied by the decay from the first token of the block to each token.
+    - [2, ..., i, j], the products of the block's keys, and of the block's queries, with the block's keys.
+    - [..., j, dk], the keys of all earlier tokens of the chunk, multiplied by the decay from each token to the first
+      token of the block.
+    - [2, ..., i, dk], the keys and queries of the block, multiplied by the decay from the first token of the block to
+      each token.
     """
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]

@@ -256,7 +256,11 @@ class _Scan(torch.autograd.Function):
 
 
 def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors: [chunks, b, groups, n, heads of a group * p], the gradients of the states after each chunk in
-    `dtype`, with heads and channels flattened to columns; [chunks, b, groups, 1, heads of a group, 1], the gradients of
-    the decays by which the states are multiplied between chunks."""
+    """Return two tensors:
+
+    - [chunks, b, groups, n, heads of a group * p], the gradients of the states after each chunk, in `dtype` and with
+      heads and channels flattened to columns.
+    - [chunks, b, groups, 1, heads of a group, 1], the gradients of the decays by which the states are multiplied
+      between chunks.
+    """
     return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

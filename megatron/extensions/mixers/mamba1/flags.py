@@ -54,8 +54,8 @@ def channels_of(config: TransformerConfig) -> int:
 
 
 def low_rank_widths(config: TransformerConfig) -> tuple[int, int, int]:
-    """Return the number of features of the low-rank step sizes, of B and of C, which are projected from the
-    channels."""
+    """Return three numbers of features that are projected from the channels of each token: the low-rank step sizes, B
+    and C."""
     own = config.options(Mamba1Flags)
     return own.mamba1_step_rank or ceil(config.hidden_size / 16), own.mamba1_state_dim, own.mamba1_state_dim
 

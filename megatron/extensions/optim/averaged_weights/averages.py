@@ -41,7 +41,8 @@ class MovingAverages(Callback):
         flags = config.options(AveragedWeightsFlags)
         self.evaluates, self.interval = flags.eval_weights == "ema", flags.ema_interval
         self.steps: dict[str, int] = {}
-        """Mapping from the name of each average to its number of updates. Averages without updates may be missing."""
+        """Mapping from the names of averages to the numbers of their updates. Averages without updates may be
+        missing."""
 
         self.updated: tuple[int, int] | None = None
         """Iteration number and number of consumed samples at the last update of the averages."""

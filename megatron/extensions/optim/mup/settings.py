@@ -18,7 +18,7 @@ RATED = ("adam", "sgd", "muon")
 
 
 def multipliers(model: TransformerConfig) -> dict[str, float]:
-    """Return a mapping from the multiplier fields that --use-mup sets to their values."""
+    """Return a mapping from the names of the multiplier fields that --use-mup sets to the values of these fields."""
     own = model.options(MupFlags)
     width, depth = ratios(model)
     return {

@@ -121,8 +121,8 @@ class StoredState:
     def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         """Round values to the format. Return the codes to store, and the exponent of each block's scale.
 
-        A value is rounded up if its number in `uniform`, which is in [0, 1), is less than the probability of rounding
-        up. The number 0.5 rounds to nearest.
+        `uniform` contains a number in [0, 1) for each value. The value is rounded up if the number is less than the
+        probability of rounding up. 0.5 rounds to nearest.
         """
         if not self.rounds:
             return values, None

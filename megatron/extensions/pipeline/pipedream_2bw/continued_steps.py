@@ -112,7 +112,7 @@ class ContinuedStep(TrainStep):
     """Training step whose passes may begin during the previous step."""
 
     begun: StepInput | None = None
-    """Inputs of the next step, if some of its passes run during the current step; otherwise None."""
+    """Inputs of the next step, if some passes of the next step run during the current step; otherwise None."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -1,17 +1,17 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-The kernels read one tensor that contains the keys of all key sets. Each query has one list, which contains the indices
-of all keys that the query attends to, from all key sets. A key in this list is called a listed key. The list also
-contains keys that were not selected by an indexer, such as the keys of a window. An index of -1 marks an unused entry.
+The kernels read one tensor that contains the keys of all key sets. Each query has one list with the indices of all keys
+that the query attends to, over all key sets. A key in this list is called a listed key. The list also contains keys
+that were not selected by an indexer, such as the keys of a window. An index of -1 marks an unused entry.
 
-Key gradients are computed in one of two ways. Either the backward kernel accumulates them in fp32 by atomic additions,
-whose order is arbitrary, or a second pass sums them in a fixed order. The second pass is used in deterministic runs,
-and on GPUs without vectorized atomic additions (all except data center Hopper and Blackwell). The second pass is also
-used if each query's list contains at least the fraction `DENSE` of all keys, because the second pass is then faster
-than atomic additions. The second pass processes one block of keys at a time. For each block, the second pass visits all
-queries between the first and the last query whose list contains a key of the block, and multiplies each of these
-queries by all keys of the block.
+Key gradients are computed in one of two ways. Either the backward kernel accumulates the gradients in fp32 by atomic
+additions, whose order is arbitrary, or a second pass sums the gradients in a fixed order. The second pass is used in
+deterministic runs, and on GPUs without vectorized atomic additions (all except data center Hopper and Blackwell). The
+second pass is also used if each query's list contains at least the fraction `DENSE` of all keys, because the second
+pass is then faster than atomic additions. The second pass processes one block of keys at a time. For each block, the
+second pass visits all queries between the first and the last query whose list contains a key of the block, and
+multiplies each of these queries by all keys of the block.
 """
 
 from __future__ import annotations
@@ -330,8 +330,8 @@ WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
 
 
 def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
-    """Yield test arguments for `attended_weights`. Each item of `samples` that has selected keys provides the arguments
-    for its first chunk of queries."""
+    """Yield test arguments for `attended_weights`. For each item of `samples` that has selected keys, the arguments
+    belong to the first chunk of queries."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         chunk = seen[-1].queries.chunks[0]

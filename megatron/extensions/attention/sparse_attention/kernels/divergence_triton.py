@@ -36,8 +36,8 @@ class Blocks(NamedTuple):
     keys: int = 128
     """Number of keys per program of the second kernel."""
     columns: int = 64
-    """Number of columns by which a program of the second kernel multiplies its keys at once. Each column is one head of
-    one query."""
+    """Number of columns in each matrix product of a program of the second kernel. Each column is one head of one
+    query."""
 
 
 BLOCKS = Blocks()

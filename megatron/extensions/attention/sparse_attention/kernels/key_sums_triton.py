@@ -30,8 +30,7 @@ class Tile(NamedTuple):
 
     keys: int
     columns: int
-    """Number of columns by which a program multiplies its keys' score gradients at once. Each column is one head of one
-    query."""
+    """Number of columns in each matrix product of a program. Each column is one head of one query."""
     channels: tuple[int, int]
     """Sizes of the two ranges of channels that each program processes: a power of two, and half of this power of
     two."""
@@ -115,7 +114,7 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Tables that map keys to the queries whose key lists contain them, for one chunk of queries. All tensors are
+    """Lookup tables that map keys to the queries that attend to these keys, for one chunk of queries. All tensors are
     int32."""
 
     places: Tensor
