@@ -117,8 +117,8 @@ class Round:
     """Number of rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """Numbers of the rows in each micro-batch, indexed as [replica][micro-batch]. In the last round, a micro-batch may
-    contain fewer than `size` rows, or no rows."""
+    """Numbers of the rows in each micro-batch, indexed as [replica][micro-batch]. In the last round with the same
+    `length`, a micro-batch may contain fewer than `size` rows, or no rows."""
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:

@@ -151,8 +151,8 @@ def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor
 def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     """Return the id of the most likely token at each position. logits: [s, b, V/t]. Return int64 ids [s, b].
 
-    If several tokens have the same logit, the lowest id is returned. The logits are not gathered: each rank gathers
-    only two numbers per position from the other ranks. Columns from `vocab_size` on are padding.
+    If several tokens have the same logit, the lowest id is returned. The logits are not gathered: the ranks exchange
+    only two numbers per position. Columns from `vocab_size` on are padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     columns = max(0, min(vocab_size, stop) - start)

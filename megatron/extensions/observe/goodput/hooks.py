@@ -173,7 +173,7 @@ class Goodput(Callback, Meter):
 
     def _record_event(self) -> None:
         """Write a `goodput` event to `run_events.jsonl` if --save is set. The event contains the seconds that each part
-        of the wall time has taken up to the last step."""
+        of the wall time has taken. Step time is included up to the last completed step."""
         if not self._measures:
             return
         self._event_at = time.perf_counter()

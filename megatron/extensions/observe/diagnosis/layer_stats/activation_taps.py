@@ -90,7 +90,8 @@ class ActivationTaps:
         return statistic, number
 
     def begin(self, active: bool) -> None:
-        """Clear all measurements. If `active` is True, measure all passes until the next call of this method."""
+        """Begin a step. If `active` is True, clear all measurements, and measure all passes until `end` is called.
+        Otherwise, measure nothing in this step."""
         self.active = active
         if not active:
             return

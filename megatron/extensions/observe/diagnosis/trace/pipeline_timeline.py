@@ -41,8 +41,8 @@ class MeasuredStep:
     """Global ranks of the pipeline, in stage order."""
 
     timeline: list[list[Timed]]
-    """Forward and backward actions, one list per pipeline rank. The start of an action is the time at which its message
-    arrives."""
+    """Forward and backward actions, one list per pipeline rank. The time of an action does not include the initial wait
+    for its message."""
 
     @property
     def start(self) -> float:
