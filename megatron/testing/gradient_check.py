@@ -23,8 +23,8 @@ from megatron.training.progress import Step
 from megatron.training.run import TrainingRun
 
 STEP_SIZE = 1e-5
-"""Step size e. In fp64, the truncation error, of order e^2, and the rounding error, of order 1e-16 / e, are both far
-below the tolerance."""
+"""Step size e. In fp64, both the truncation error (order e^2) and the rounding error (order 1e-16 / e) are far below
+the tolerance."""
 
 TOLERANCE = 1e-4
 """Largest relative difference that can be explained by the error of finite differences alone. The error is largest near

@@ -352,7 +352,7 @@ class WrapsDatasets(Protocol):
 
 
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:
-    """Wrap each data set in the wrappers of extensions that the flags select."""
+    """Wrap each data set in the wrappers that extension flags provide (`WrapsDatasets`)."""
     wrappers = [options for options in config.data.extension_options if isinstance(options, WrapsDatasets)]
     for options in wrappers:
         named = config.tokenizer

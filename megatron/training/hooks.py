@@ -321,7 +321,7 @@ class Callback:
         """Called when this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        """Load initial weights in place of those in --load, and return the start position; None to use --load. `data`
+        """Load initial weights in place of --load, and return the start position. Return None to use --load. `data`
         maps a number of consumed samples to a data fingerprint. A ValueError ends the run. Collective."""
         return None
 

@@ -162,7 +162,7 @@ def check_may_start(options: CheckpointConfig) -> None:
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raise a ValueError that lists all differences if the run would not continue the saved run.
+    """Raise a ValueError that lists all differences from the saved run that prevent this run from continuing it.
 
     The training data of the two runs are compared by fingerprint, if both fingerprints are known.
     """
@@ -288,7 +288,7 @@ def _frozen_by(saved: RunConfig) -> Iterator[str]:
 
 def mismatch_remedy(keys: Sequence[str]) -> str:
     """Return advice if all of `keys` belong to optimizer states; otherwise, return an empty string. `keys` are the keys
-    whose tensors do not match the checkpoint. Only optimizer states differ, for example, if another version of the
+    whose tensors do not match the checkpoint. For example, only optimizer states differ if a different version of the
     program updated some parameters with a different optimizer."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""

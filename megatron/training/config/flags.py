@@ -165,8 +165,8 @@ class ExtensionSection:
     "module:function"."""
 
     reads: Resolve | str | None = None
-    """Function, or its location "module:function", that reads values of other flags from the files which these flags
-    name. The function raises ValueError with the flag's name if a file cannot be read."""
+    """Function that reads values of other flags from the files named by these flags. The value may also be its location
+    "module:function". It raises ValueError with the flag's name if a file cannot be read."""
 
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.

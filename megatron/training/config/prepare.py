@@ -180,9 +180,9 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
     """Add a problem if model flags are missing and cannot be read from --load. Return all problems.
 
-    Pass `together=True` if a command, or all ranks of a run on several hosts together, will later check whether the
-    --load folder exists. With `together=True`, a missing --load folder is not a problem, because only some hosts may
-    have the folder.
+    Pass `together=True` if the --load folder is checked later, either by a command or by all ranks of a run on several
+    hosts together. With `together=True`, a missing --load folder is not a problem, because only some hosts may have the
+    folder.
     """
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]

@@ -302,8 +302,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Return the names of the model fields that may differ from `saved` in a run that starts from converted weights,
-    because the fields do not affect the model's outputs."""
+    """Return the names of the model fields that do not affect the model's outputs. A run that starts from converted
+    weights may set these fields to other values than `saved`."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}

@@ -177,7 +177,7 @@ class FailureHandler:
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """End all ranks while there is nothing to save. The exit code requests a restart of the run."""
+        """End all ranks before there is anything to save. The exit code requests a restart of the run."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board

@@ -68,7 +68,7 @@ class Failure:
     advice: str
     code: int = ExitCode.FAILED
     at: float = field(default_factory=time.time)
-    """Time of the failure in seconds since 1970. The time may be slightly too early."""
+    """Time of the failure in seconds since 1970. If a process is gone, this is the time of its last sign of life."""
 
     @classmethod
     def of(

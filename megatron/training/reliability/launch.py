@@ -21,8 +21,8 @@ from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""Signals that request the run to save and exit. If SIGHUP is already ignored when the process starts, as under nohup,
-the process keeps ignoring it."""
+"""Signals on which the run saves a checkpoint and exits. If SIGHUP is already ignored when the process starts, as under
+nohup, the process keeps ignoring it."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
@@ -170,7 +170,7 @@ def write_error_file(text: str, at: float | None = None) -> bool:
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # the disk may be full, and `text` may report just that
+    except OSError:  # the disk may be full
         return False
     return True
 
