@@ -333,7 +333,7 @@ class StageParts:
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
         # The work of a part without offloading does not depend on other layers' offloading. The work of the embedding
-        # and the head does not depend on which layers recompute. Without the head, the loss chunk size has no effect.
+        # and the head does not depend on recomputation in layers. Without the head, the loss chunk size has no effect.
         inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
         same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}

@@ -23,8 +23,8 @@ OWN_BACKENDS = "flash3", "cudnn", "triton"
 """Choices of --attention-backend that this extension adds to the choices for torch's kernels."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
-"""Classes of the --attention-backend choices that run the forward pass in fp8. These backends change results, so they
-are used only if requested."""
+"""Backend classes for the choices of --attention-backend that run the forward pass in fp8. These backends change
+results, so they are used only if requested."""
 
 
 FP8_CHANNELS, WIDEST_FP8 = 16, 256

@@ -13,8 +13,8 @@ reduction overlaps with the GEMM for dW. If the schedule defers dW, dX is instea
 Ranks send their parts of the operands in the format that the GEMMs read. With fp8 and one scale per tensor, ranks send
 fp8 bytes. The gathered bytes equal the bytes that a cast of the whole tensor in one process would give.
 
-In shapes, t is the number of ranks, [s, b, h] are activations, and f is the number of features in the sharded
-dimension.
+In shapes, t is the number of ranks, [s, b, h] is the shape of activations, and f is the number of features in the
+sharded dimension.
 """
 
 from __future__ import annotations

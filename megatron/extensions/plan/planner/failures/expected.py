@@ -2,8 +2,8 @@
 worth paying for. This module does not import torch.
 
 Failures are modeled as a Poisson process. A run of W devices, each with `rate` failures a day, fails every M = 86400 /
-(rate W) seconds on average. The run saves after every tau seconds of steps, and each save stops it for delta seconds.
-After a failure, the run needs R seconds until its next step. The run takes
+(rate W) seconds on average. The run saves after every tau seconds of steps, and each save stops the run for delta
+seconds. After a failure, the run needs R seconds until its next step. The run takes
 
 T = M exp(R / M) (exp((tau + delta) / M) - 1)
 

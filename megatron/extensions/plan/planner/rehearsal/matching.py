@@ -181,7 +181,7 @@ AXES = (("pp", "dp", "cp", "tp"), ("pp", "expt_dp", "ep", "expt_tp"))
 
 
 def distinct_ranks(dims: ParallelDims) -> list[int]:
-    """Return a selection of ranks in which all ranks that may behave differently are represented.
+    """Select the ranks to rehearse, so that every kind of rank that may behave differently is represented.
 
     Every pipeline rank is included, because pipeline ranks differ in their action lists and layers. For the first and
     the last pipeline rank, the first and the last rank along each other axis are included. Code may treat the ends of

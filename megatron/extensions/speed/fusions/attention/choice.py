@@ -223,5 +223,6 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    # If no kernel supports the shape, use torch's default kernel. Evaluation, which has no dropout, then also uses it.
+    # If no kernel supports the shape, use torch's default kernel. Evaluation, which has no dropout, then also uses the
+    # default.
     return choice.winner or "auto"
