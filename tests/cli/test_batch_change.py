@@ -21,7 +21,7 @@ def records(folder: Path) -> list[tuple[int, int, float]]:
 
 
 def test_a_run_changes_its_batch_size_twice(tmp_path: Path) -> None:
-    """The learning rate of each iteration stays the same; only the number of samples per iteration changes."""
+    """The learning rate of each iteration stays the same. Only the number of samples per iteration changes."""
     folder, screen = tmp_path / "run", tmp_path / "screen"
     flags = [*FLAGS.split(), "--save", str(folder), "--load", str(folder), "--save-interval", "2"]
     run_forked(1, [*FLAGS.split(), "--save", str(tmp_path / "alone")], screen)

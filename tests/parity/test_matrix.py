@@ -1,8 +1,8 @@
 """Tests that run the parity matrix. The core test suite covers most choices. Campaigns run further combinations, and
 run mutants to show that the matrix detects errors.
 
---whole runs the whole matrix; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for
-each combination or mutant.
+--whole runs the whole matrix. `python -m tests.parity.matrix` and `python -m tests.parity.mutants` also run the whole
+matrix and all mutants, and print one line for each combination or mutant.
 """
 
 from __future__ import annotations

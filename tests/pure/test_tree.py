@@ -251,7 +251,7 @@ PAST_ARGUMENTS = {
     "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }
 """Functions that are exempt from the limit on the number of arguments. All other functions group their arguments, as in
-`WeightSetup`; do not add to this list."""
+`WeightSetup`. Do not add functions to this list."""
 
 
 def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -31,13 +31,13 @@ class Segments:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> Segments:
-        """Create segments without spare rows from the row counts [experts] of the experts, which are on the host."""
+        """Create segments without spare rows. `sizes` contains the row count of each expert, on the host."""
         return cls(sizes, None, device, spare=False)
 
     @classmethod
     def of_counts(cls, counts: Tensor, spare: bool) -> Segments:
-        """Create segments from the row counts [experts] of the experts, which are on the device. Pass `spare=True` if
-        there may be spare rows."""
+        """Create segments from `counts` [experts], a tensor on the device that contains the row count of each expert.
+        Pass `spare=True` if there may be spare rows."""
         return cls(None, counts.cumsum(0, dtype=torch.int32), counts.device, spare)
 
     @property

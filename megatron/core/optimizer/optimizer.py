@@ -120,7 +120,7 @@ class Shard:
 
     def owned_pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
         """Yield the parts of parameters that the shard contains within the range [start, stop) of the buffer. Each part
-        is yielded as a pair of a `Piece` and the slice of the shard."""
+        is yielded as a pair of a `Piece` and a slice, which is the position of the part in the shard."""
         first, last = self.range
         for piece in self.bucket.layout.pieces(max(start, first), min(stop, last)):
             yield piece, slice(piece.offset - first, piece.offset - first + piece.stop - piece.start)

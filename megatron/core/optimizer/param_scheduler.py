@@ -125,8 +125,8 @@ class OptimizerParamScheduler:
     """Stateless schedule of the learning rate and the weight decay. Both are functions of the number of consumed
     samples.
 
-    `config` must be validated. The constructor raises ValueError if the warm-up is not shorter than the decay, or if a
-    WSD schedule has no final anneal or one that is longer than the decay.
+    `config` must be validated. The constructor raises ValueError if the warm-up is not shorter than the decay. For a
+    WSD schedule, it also raises ValueError if the final anneal is missing or longer than the decay.
     """
 
     def __init__(self, config: OptimizerConfig, length: ScheduleLength) -> None:

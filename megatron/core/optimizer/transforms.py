@@ -1,7 +1,7 @@
 """Transforms, which are the links of an optimizer chain, as in optax.
 
-A chain computes the value that is added to a parameter from the gradient of the parameter. Each link reads and replaces
-`x.update`, which is the gradient at first. A link owns the states that its method `states` declares:
+From the gradient of a parameter, a chain computes the value that is added to the parameter. Each link reads and
+replaces `x.update`, which is the gradient at first. A link owns the states that its method `states` declares:
 
     class Momentum(Transform):
         def states(self, meta):
@@ -212,8 +212,8 @@ class ParameterUpdate:
 
 
 class Place:
-    """Location of a range of elements of a parameter's local tensor within the whole parameter. `boxes` are the
-    rectangular blocks of the whole parameter that the elements form."""
+    """Location of a range of elements of a parameter's local tensor within the whole parameter. The elements form one
+    or more rectangular blocks of the whole parameter, which the attribute `boxes` lists."""
 
     def __init__(
         self,

@@ -92,8 +92,8 @@ OTHER_END = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-"""Dictionary that maps each kind of send or receive to the kind of the matching action at the other end of the message,
-and to the number that must be added to the stage number to get the stage of the matching action."""
+"""Dictionary that maps each kind of send or receive to a pair (kind, distance) for the matching action at the other end
+of the message. The stage of the matching action is the stage of the send or receive plus the distance."""
 
 
 def counterpart(action: Action) -> Action:

@@ -1,6 +1,6 @@
 """Asynchronous messages of fixed shape between neighboring pipeline stages.
 
-With NCCL, waiting for a message blocks the current stream. With gloo, it blocks the calling thread. No operation
+With NCCL, waiting for a message blocks the current stream. With gloo, waiting blocks the calling thread. No operation
 synchronizes a device. gloo does not support CUDA tensors in point-to-point messages, so CUDA tensors are copied through
 host memory.
 

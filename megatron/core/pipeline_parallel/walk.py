@@ -145,9 +145,10 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """Return the actions that must end before the VALIDATE (see `Kind`) of micro-batch `microbatch`, each with the
-        minimum time in between. The result contains the last action of each rank in the previous step. Micro-batches
-        are numbered across steps, so the micro-batches of the previous step have smaller numbers."""
+        """Return pairs of an action that must end before the VALIDATE (see `Kind`) of micro-batch `microbatch`, and the
+        minimum time between its end and the VALIDATE. The actions are the last actions of all ranks in the previous
+        step. Micro-batches are numbered across steps, so the micro-batches of the previous step have smaller
+        numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]

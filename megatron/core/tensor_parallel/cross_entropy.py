@@ -36,10 +36,10 @@ def vocab_parallel_cross_entropy(
     their gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. A
     label outside [0, vocab_size) is an error (see `check_ids`).
 
-    If the logits are neither a leaf nor a view, the backward pass overwrites them with their gradient, which halves the
-    memory. In this case, a second backward pass is an error. If `compiled` is True and the vocabulary is not sharded, a
-    GPU kernel may overwrite the logits already in the forward pass. Clone the logits before this call if you need them
-    afterwards.
+    If the logits are neither a leaf nor a view, the backward pass overwrites them with their gradient, so that the
+    gradient needs no additional memory. In this case, a second backward pass is an error. If `compiled` is True and the
+    vocabulary is not sharded, a GPU kernel may overwrite the logits already in the forward pass. Clone the logits
+    before this call if you need them afterwards.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -187,7 +187,7 @@ def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
-    """Return the number of rows to process at a time. Compiled regions need no temporary memory, so they process all
+    """Return the number of rows to process at a time. Compiled functions need no temporary memory, so they process all
     rows at once."""
     chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
     return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])

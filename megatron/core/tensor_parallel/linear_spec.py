@@ -44,7 +44,7 @@ class ColumnLinear:
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     init: Init | None = None
-    """Initial values of the weight; None means the initial values that belong to the weight's role."""
+    """Initial values of the weight. None means the initial values that belong to the weight's role."""
 
     def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
         """Return the metadata of the weight, and of the bias if there is one."""
@@ -78,7 +78,7 @@ class RowLinear:
     to_residual: bool = True
     """True if the output is added to the residual stream."""
     init: Init | None = None
-    """Initial values of the weight; None means the initial values that belong to the weight's role."""
+    """Initial values of the weight. None means the initial values that belong to the weight's role."""
 
     sharded: ClassVar[Mapping[str, int]] = {"tp": 1}
 

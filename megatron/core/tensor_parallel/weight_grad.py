@@ -167,8 +167,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """Return the saved tensors of an autograd function, detached from the autograd graph. Otherwise, a queued
-    weight-gradient job that uses the tensors would keep the graph alive."""
+    """Return the saved tensors of an autograd function, detached from the autograd graph. A queued weight-gradient job
+    that holds tensors with a graph would keep the graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 

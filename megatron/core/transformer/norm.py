@@ -19,7 +19,8 @@ from megatron.core.tensor_parallel.linear_spec import sequence_partial
 HEAD_NORM_PARTIAL_OVER = ("tp",)
 """Value of `ParamMeta.partial_over` for a norm weight that is shared by all attention heads.
 
-Each rank holds only some of the heads, so its gradient is a partial sum, with and without sequence parallelism.
+Each rank holds only some of the heads, so the gradient on a rank is a partial sum, with and without sequence
+parallelism.
 """
 
 

@@ -31,7 +31,7 @@ from megatron.core.transformer.norm import build_norm
 
 class EmbeddingContext(AutogradContext):
     elsewhere: Tensor | None
-    """Mask that is True for token ids whose embedding rows are on other ranks; None if this rank has all rows."""
+    """Mask that is True for token ids whose embedding rows are on other ranks. None if this rank has all rows."""
     weight: Tensor
     boundary: Boundary
     axis: Axis

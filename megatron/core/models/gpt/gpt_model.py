@@ -124,7 +124,7 @@ class GPTModel(nn.Module):
             config: The model.
             parallel: Parallelism settings. The default is the settings for a single process.
             state: Process groups. By default, no process groups are used.
-            stage: Stage to build; None builds the whole model.
+            stage: Stage to build. None builds the whole model.
             embedding: Embedding of the first stage. Pass it to the last stage if both stages are on the same rank.
             passes: State that is shared by all stages on the rank.
             weights: Settings for creating the parameters.
@@ -205,7 +205,7 @@ class GPTModel(nn.Module):
         return found | {f"{MULTI_TOKEN}.{depth}": module for depth, module in enumerate(modules)}
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return the hidden states for the next stage; on the last stage, return the loss sum.
+        """Return the hidden states for the next stage. On the last stage, return the loss sum instead.
 
         The loss sum is the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In training
         mode, backpropagating from the loss sum also computes the gradients of the multi-token prediction losses,
