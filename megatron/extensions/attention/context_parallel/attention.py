@@ -165,7 +165,7 @@ def _start(span: range) -> int:
 
 
 def _ascending(x: Tensor, spans: Spans) -> Tensor:
-    """Sort the rows of x [m, ...] by position. On entry, the rows are in the order of `spans`."""
+    """Sort the rows of x [m, ...] by position. The rows of x are in the order of `spans`."""
     parts = x.split([len(span) for span in spans])
     return torch.cat([parts[place] for place in sorted(range(len(spans)), key=lambda place: spans[place].start)])
 

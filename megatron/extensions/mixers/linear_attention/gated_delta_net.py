@@ -10,7 +10,7 @@ rank has the whole sequence for some of the key heads. A second all-to-all conve
 --cp-comm-type has no effect on gated delta nets. Each rank computes the convolution and the recurrence over whole
 sequences for its heads. The convolution, the document borders, the chunks and the kernels are therefore the same as in
 a single process, and all ranks compute at the same time. If the ranks instead passed the state from one sequence shard
-to the next, they would have to compute one after another.
+to the next, the ranks would have to compute one after another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The selective scan of Mamba-1 (arXiv 2312.00752, section 3).
 
-Each channel has a state h [n]. For each token, every element of the state is first multiplied by a separate decay. The
+Each channel has a state h [n]. For each token, the state is first multiplied elementwise by the token's decays. The
 product of the token's B and input x is then added to the state. Finally, the output is the dot product of the state and
 the token's C:
 

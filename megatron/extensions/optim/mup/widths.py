@@ -34,7 +34,7 @@ CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
-    """Parse --mup-base-widths. Return a mapping from configuration fields to their values in the base model. Raises
+    """Parse --mup-base-widths. Return a mapping from configuration fields to their values in the base model. Raise
     ValueError if an entry is not NAME=NUMBER."""
     found = {}
     for entry in options.mup_base_widths or ():

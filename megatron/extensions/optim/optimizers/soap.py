@@ -40,7 +40,7 @@ from megatron.extensions.optim.optimizers.flags import SoapFlags
 SIDES = ("left", "right")
 
 NOISE = 4.0
-"""Factor in the threshold below which eigenvalues are treated as rounding errors; see `noise_of`."""
+"""Constant factor of the threshold below which eigenvalues are considered rounding errors; see `noise_of`."""
 
 
 def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:

@@ -34,7 +34,7 @@ is a piece of the schedule."""
 
 
 def reads(config: RunConfig) -> RunConfig:
-    """Read --lr-schedule-file, and return a configuration with the pieces in the file as --lr-schedule. Raises
+    """Read --lr-schedule-file, and return a configuration with the pieces in the file as --lr-schedule. Raise
     ValueError if the file is not valid, or if --lr-schedule is different."""
     options = config.options(ScheduleFlags)
     if options.lr_schedule_file is None:

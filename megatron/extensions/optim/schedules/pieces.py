@@ -81,7 +81,7 @@ class Piece:
 
 @lru_cache(maxsize=64)
 def parse(text: str) -> tuple[Piece, ...]:
-    """Parse the pieces of a schedule, which are separated by commas or line ends. A # starts a comment. Raises
+    """Parse the pieces of a schedule, which are separated by commas or line ends. A # starts a comment. Raise
     ValueError if the text is not a valid schedule."""
     lines = [line.partition("#")[0] for line in text.splitlines()]
     pieces = tuple(_piece(" ".join(each.split())) for line in lines for each in line.split(",") if each.strip())

@@ -19,12 +19,12 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
     """Return each rank's action list for one step of a schedule without a pipeline flush between steps.
 
     A step overlaps with the previous and the next step. The micro-batches of these three steps are therefore scheduled
-    as one long step, and the part of this step is then extracted from each rank's list. Each rank's list begins after
-    the rank's last backward pass of the previous step, and ends with the rank's last backward pass of this step.
-    The first micro-batch of this step has number 0, and the first micro-batch of the next step has number
-    `microbatches`. The action VALIDATE precedes the first pass of the next step. VALIDATE performs the update of the
-    previous step, because the next step uses the updated weights. Only as many micro-batches of the previous and the
-    next step are scheduled as may overlap with this step.
+    as one long step. The actions of this step are then extracted from each rank's list. Each rank's list begins after
+    the rank's last backward pass of the previous step, and ends with the rank's last backward pass of this step. The
+    first micro-batch of this step has number 0, and the first micro-batch of the next step has number `microbatches`.
+    The action VALIDATE precedes the first pass of the next step. VALIDATE performs the update of the previous step,
+    because the next step uses the updated weights. Only as many micro-batches of the previous and the next step are
+    scheduled as may overlap with this step.
 
     Args:
         schedule: Name of the schedule.

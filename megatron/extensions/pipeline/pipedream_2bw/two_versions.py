@@ -143,9 +143,9 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """All-gather the weights before the last update, of which each rank loaded a shard from the checkpoint. Weights
-        that the checkpoint does not contain are replaced with the newest weights. Return True if the checkpoint
-        contained all weights of this rank. This method is a collective."""
+        """All-gather the weights before the last update. Each rank has loaded its shard of these weights from the
+        checkpoint. Weights that the checkpoint does not contain are replaced with the newest weights. Return True if
+        the checkpoint contained all weights of this rank. This method is a collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})

@@ -54,7 +54,7 @@ class StagesByHand:
 
 
 def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text: str) -> tuple[int, ...]:
-    """Return the number of layers in each stage of `text`, the value of --pipeline-model-parallel-layout. Raises
+    """Return the number of layers in each stage of `text`, the value of --pipeline-model-parallel-layout. Raise
     ValueError if the stages do not fit the model."""
     pp, named = parallel.pipeline_model_parallel_size, f"{LAYOUT} {text}"
     try:
