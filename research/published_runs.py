@@ -74,8 +74,8 @@ class PublishedRun:
     """True if constants of the device file were fitted to this run."""
 
     other: bool
-    """True if the run used other hardware than the device file describes. Such a run is excluded from the
-    statistics."""
+    """True if the hardware of the run differs from the hardware that the device file describes. Such a run is excluded
+    from the statistics."""
 
     differs: str
     """Description of differences from the published program that cannot be expressed with flags of this program."""

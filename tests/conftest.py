@@ -35,7 +35,7 @@ load()  # before a fixture can remove registered extensions
 # would take ten seconds longer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Tests start many programs, so compiled bytecode is kept: their imports, such as torch, are large.
+# Tests start many programs that import large packages such as torch, so compiled bytecode is kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

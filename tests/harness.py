@@ -25,7 +25,7 @@ __all__ = ["Snapshot", "local_run", "run_world", "running", "tp_context", "train
 
 
 def running(argv: Sequence[str], rank: int, world_size: int) -> AbstractContextManager[TrainingRun]:
-    """Return a `local_run` for a valid command line."""
+    """Return the context manager `local_run` for a command line, which must be valid."""
     return local_run(resolve_legal(parse_args(argv), world_size), rank, world_size)
 
 

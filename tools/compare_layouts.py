@@ -248,7 +248,7 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
 
 def print_difference(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> None:
     """Print how two tensors differ, and where they differ most. Two elements differ if the magnitude of their
-    difference exceeds `tolerance` times the largest magnitude in both tensors."""
+    difference exceeds `tolerance` times the largest magnitude in either tensor."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])

@@ -4,8 +4,9 @@
     python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # under this layout, on CPU ranks
 
 One process is enough for any layout of the run, and the data files are not needed. Flags of pretrain_gpt.py after `--`
-change the configuration, for example --no-bf16. The exit code is 0 for the same result as in the run, 1 for a different
-result or only finite values, and 2 for a wrong folder or wrong flags.
+change the configuration, for example --no-bf16. The exit code is 0 if the replay has the same result as the run and
+finds a non-finite value, 1 if the result differs or if all values are finite, and 2 if the folder or the flags are
+wrong.
 """
 
 from __future__ import annotations

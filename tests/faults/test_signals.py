@@ -133,8 +133,8 @@ def test_the_time_limit_saves_a_checkpoint(tmp_path: Path, flag: str, monkeypatc
 
 
 def test_changing_the_clock_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The duration given to a run does not depend on the system date. The SLURM job ends a number of seconds from
-    now."""
+    """The duration given to a run does not depend on the system date. SLURM_JOB_END_TIME is a date, and the SLURM job
+    ends an hour after the start of the test."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
     watchdog, now = Watchdog(Launch()), time.time()

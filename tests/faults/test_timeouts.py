@@ -116,8 +116,8 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
 
 
 def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a recorded failure of this start counts. Failures of earlier starts or other launchers are ignored, and so
-    are the files of other programs."""
+    """Only a recorded failure of this start counts. Failures of earlier starts or other launchers, and files of other
+    programs, are ignored."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert left_failure("host", 1) is None
     leave_failure("host", 1, "taken")

@@ -180,8 +180,8 @@ def test_several_runs_are_compared_best_first(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_several_runs_share_each_chart(run: Path, tmp_path: Path) -> None:
-    """In the charts of loss, gradient norm, learning rate and throughput, each run has one color. The run's validation
-    losses have the same color."""
+    """In the charts of loss, gradient norm, learning rate and throughput, each run has one color. The validation losses
+    of a run have the color of this run."""
     for name in ("b", "c"):
         write_metrics(tmp_path / name, 10)
         with (tmp_path / name / "metrics.jsonl").open("a") as file:

@@ -107,7 +107,7 @@ def is_state(name: str) -> bool:
 def weights(model: Any) -> dict[str, Tensor]:
     """Return the weights as the model's files contain them: under published names, without a tied output layer, and
     with separate tensors for each expert. For LongCat-Flash, leave out the weights of zero-computation experts. The
-    transformers class has these unused weights, but published files do not."""
+    transformers class has these unused weights, but published files do not contain them."""
     family = family_of({"model_type": model.config.model_type})
     ignored = tuple(family.ignored)
     with TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and weights of Olmo Hybrid's convolutions, split by the widths of queries, keys and values.
-    transformers saves each convolution as one third of all channels."""
+    When transformers saves these convolutions, it splits all channels into three equal parts instead."""
     keys, values = (
         getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
         for kind in ("key", "value")

@@ -140,8 +140,8 @@ def test_a_skipped_step_changes_nothing_on_device_and_host(flags: str) -> None:
 
 
 def test_states_are_placed_by_the_fraction_and_in_order() -> None:
-    """The buckets that the backward pass completes first are on the host. These buckets are cut at block boundaries
-    into ranges of one chunk."""
+    """The states of the buckets that the backward pass completes first are placed in host memory. These buckets are cut
+    into ranges of at most `HOST_CHUNK` elements that begin at multiples of `ALIGNMENT`."""
     metas = [(ParamMeta(f"layers.{i}.w", (30, 40), {}, role="hidden"), (30, 40)) for i in range(6)]
     metas += [(ParamMeta("norm.weight", (40,), {}, role="norm"), (40,))]
     for ranks in (1, 3):

@@ -1,6 +1,6 @@
 """Mutation tests of packing: each rule about order, lengths and work is broken on purpose, and its test must fail.
 
-`mutants.txt` lists the mutants that the parity matrix covers.
+`mutants.txt` lists further mutants, which the parity matrix must detect.
 """
 
 from __future__ import annotations

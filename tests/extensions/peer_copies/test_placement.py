@@ -1,5 +1,5 @@
-"""Tests of where copies of the state are placed, for parts of the state with random sizes. No host has two copies of a
-part, hosts are balanced, and parts that a replica already holds are not sent."""
+"""Tests of the placement of state copies on hosts. The parts of the state have random sizes. No host has two copies of
+a part, hosts are balanced, and parts that a replica already holds are not sent."""
 
 from __future__ import annotations
 
