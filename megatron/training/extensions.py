@@ -118,11 +118,12 @@ def extension_flags(
     `rules`, `resolve` and `reads` may also be given as "module:function".
     Args:
         title: Title of the flags in `--help`.
-        may_change: True if a run's values may differ from those in the checkpoint that it loads, as for a callback, a
-            metric or a learning rate.
+        may_change: True if a run may load a checkpoint that has different values of these flags, for example because
+            the flags belong to a callback, a metric or a learning rate.
         rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
             `rules` is imported and called only if one of the dataclass's flags is set.
-        resolve: `resolve(config)` returns the configuration with the values of other flags that these flags determine.
+        resolve: `resolve(config)` returns the configuration, with other flags set to the values that these flags
+            determine.
         reads: `reads(config)` returns the configuration with values that it reads from files named by these flags. The
             function raises ValueError with the flag's name if a file cannot be read.
         part_of: "model" if the flags describe a model. A run reads the values of model flags from the checkpoint that
@@ -167,10 +168,10 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
     """Return the extensions in `names` that may be imported.
 
-    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. Extensions on
-    the command line (`given`) replace extensions in the file that have the same file name or are missing on disk.
-    Raises ExtensionError if some named extensions are neither permitted nor replaced. The error message lists each such
-    extension, with the flag that permits it.
+    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. An extension
+    on the command line (`given`) replaces an extension in the file if the two have the same file name, or if the
+    extension in the file is missing on disk. Raises ExtensionError if some named extensions are neither permitted nor
+    replaced. The error message lists each such extension, with the flag that permits it.
 
     Args:
         names: Extensions that the file names.

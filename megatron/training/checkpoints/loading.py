@@ -327,8 +327,9 @@ def unused_tensors(
     checkpoint: Checkpoint, load_optimizer: bool, config: RunConfig | None = None
 ) -> Callable[[str], bool]:
     """Return a function that returns True for each checkpoint key that the run need not load. The run need not load
-    histories, optional states, callback states, optimizer states of frozen parameters, and parameters that are loaded
-    from their main copies.
+    histories, callback states, optional optimizer states, and optimizer states of frozen parameters. If
+    `load_optimizer` is False, the run loads no optimizer states. Otherwise, the run loads the main parameter in place
+    of a parameter, if the checkpoint contains both.
     """
     frozen = frozenset() if config is None else frozen_names(config)
 
