@@ -74,8 +74,9 @@ class GradientDump(Callback, Meter):
         gather_objects(file.name, run.runtime.state.world)  # wait for all ranks, so that the dump is complete on return
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """Return two dicts. The first contains the gradient shards of which this rank holds the first replica, keyed by
-        `NAME@OFFSET`. The second contains the global shape of each parameter, keyed by the parameter's name."""
+        """Return two dicts. The first dict contains the gradient shards whose first replica is on this rank, keyed by
+        `NAME@OFFSET`. The second dict contains the global shape of each parameter, keyed by the name of the
+        parameter."""
         boxes: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         state = self.run.runtime.state

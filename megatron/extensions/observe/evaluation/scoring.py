@@ -66,7 +66,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the scores of all rows on every rank. This is a collective, to which all ranks pass the same rows.
+        """Return the scores of all rows on every rank. This method is a collective. All ranks must pass the same rows.
         Raises Stopped if the run is asked to stop before all rows are scored."""
         table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
         plan = list(plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size))

@@ -1,4 +1,4 @@
-"""Audits of a live run, in which every K-th step is computed twice by independent means. An audit compares the tensors
+"""Audits of a live run: every K-th step is computed a second time by independent means. An audit compares the tensors
 of both computations one by one, and thereby identifies a rank that computes or sends wrong values.
 
 Flags: --audit-interval, --audit-by.

@@ -150,9 +150,9 @@ class Recomputation:
         self.run_micro_batch = parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size or 1
 
     def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
-        """Recompute a step, and return the mean loss and the gradients in fp64. The gradients are sums over
-        data-parallel replicas, in the order in which the backward pass completes them. For each replica, `look` is
-        called with the index and the gradients of this replica."""
+        """Recompute a step, and return the mean loss and the gradients in fp64. The gradients are summed over
+        data-parallel replicas. The dict contains the parameters in the order in which the backward pass completes their
+        gradients. For each replica, `look` is called with the index and the gradients of this replica."""
         run, passes = self.run, self.run.forward_backward
         self._load(snapshot)
         samples = SavedSamples(snapshot, self.run_micro_batch)

@@ -1,5 +1,5 @@
-"""Sketches of tensors. A sketch consists of a few numbers. Two sketches suffice to decide whether two tensors are
-bitwise equal, and to estimate the distance of the tensors.
+"""Sketches of tensors. A sketch consists of a few numbers. Two sketches are enough to decide whether two tensors are
+bitwise equal, and to estimate the distance between the tensors.
 
 A sketch consists of a hash of the bits, the norm, and several sums of the elements with random signs. If d is the
 difference of two tensors, the square of a random-sign sum of d has the expected value |d|^2. The distance between two

@@ -72,7 +72,8 @@ class Report:
 
     first: Difference | None = None
     sent: frozenset[str] = frozenset()
-    """Keys (`Difference.key`) of the messages in which this rank sent other values than its peer recorded."""
+    """Keys (`Difference.key`) of the messages in which this rank sent values that differ from the values recorded by
+    its peer."""
 
     changed: tuple[str, ...] = ()
     """Names of weights that have changed in memory since the optimizer updated them."""
@@ -87,8 +88,8 @@ class Finding:
     """Disagreement between ranks, and the ranks that may have caused it."""
 
     ranks: tuple[int, ...]
-    """Ranks that may have computed the wrong values. The tuple contains a single rank if the recordings suffice to
-    identify the faulty rank."""
+    """Ranks that may have computed the wrong values. The tuple contains a single rank if the recordings identify the
+    faulty rank."""
 
     hosts: tuple[str, ...]
     kind: str

@@ -54,8 +54,8 @@ def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[
     """Delete the checkpoints that no retention rule keeps. Call this function after the checkpoint `newest` is
     complete, and on one rank only.
 
-    Checkpoint folders in `held` are kept, and so are folders that do not contain a complete checkpoint. A checkpoint
-    folder is renamed to a hidden name before its files are deleted. Raises OSError if files cannot be deleted.
+    Checkpoint folders in `held` and folders without a complete checkpoint are kept. A checkpoint folder is renamed to a
+    hidden name before its files are deleted. Raises OSError if files cannot be deleted.
     """
     storage = storage_of(root)
     folders = {number: path for number, path in saved_folders(root).items() if storage.exists(path / MANIFEST)}

@@ -26,7 +26,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
 
 SEARCH = 5.0
-"""Time limit in seconds for a search, after which the search returns the best layout so far."""
+"""Time limit in seconds for a search. After this time, the search returns the best layout that it has found."""
 
 FAMILIES = 8
 """Number of layout families (`space.Family`) for which the search predicts step times."""

@@ -193,7 +193,7 @@ class Parents:
     _beats: int = 0
     _clock: Clock = field(default_factory=Clock)
     _old: list[tuple[dist.Store, str]] = field(default_factory=list)
-    """Store keys that belong to earlier starts of the ranks, and that this parent has yet to delete."""
+    """Store keys of earlier starts of the ranks that this parent still has to delete."""
 
     _silence: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Maps each worker to its last heartbeat and the time at which this heartbeat was first seen."""
@@ -288,8 +288,8 @@ class Parents:
 
     def forget(self, number: int) -> None:
         """Record in the store that the newest start of the ranks has the number `number`. A worker that was suspended
-        can thereby notice that the ranks were started without it. Collect the store keys of earlier starts, which
-        `tidy` deletes.
+        reads this record, and notices that the ranks were started without it. Collect the store keys of earlier starts,
+        which `tidy` deletes.
         """
         self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
@@ -311,8 +311,8 @@ class Parents:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Offer the copies of the training state on this host to the ranks that run in start number `number`. This host
-        need not have any ranks itself. `offer` is the text that `idle_hosts.offered` returns."""
+        """Offer the copies of the training state on this host to the ranks that run in start number `number`. The host
+        may be a host without ranks. `offer` is the text that `idle_hosts.offered` returns."""
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:

@@ -59,8 +59,8 @@ GRACE = 8.0
 killed."""
 
 STUCK = 30.0
-"""Maximum time in seconds that a parent waits for a child to end after SIGKILL. The kernel cannot end a process that is
-blocked in a driver, for example."""
+"""Maximum time in seconds that a parent waits for a child to end after SIGKILL. For example, the kernel cannot end a
+process that is blocked in a driver."""
 
 STOPPED = 6.0
 """Time limit in seconds for a process that a signal has stopped (SIGSTOP). After this time, a stopped child, or a

@@ -32,7 +32,7 @@ def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]
 
     A rank whose worker is alive keeps this worker. If possible, all ranks that one host has lost move to spares on a
     single host, so that these ranks still share a host. Spares on the host that has lost the ranks are preferred if
-    there are enough. Otherwise, the ranks move to the host with the fewest spares that suffice.
+    there are enough. Otherwise, the ranks move to the host with the smallest sufficient number of spares.
     """
     free: dict[str, list[int]] = {}
     for worker in spares_of(roster, living):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Maximum time in seconds for which a request is retried while no request of this process has succeeded yet. This time
-is shorter than `Limits.retry_seconds`, so that a wrong URL is reported soon."""
+"""Maximum time in seconds for which a request is retried before any request of this process has succeeded. This time is
+shorter than `Limits.retry_seconds`, so that a wrong URL is reported soon."""
 
 LONGEST_PAUSE = 15.0
 

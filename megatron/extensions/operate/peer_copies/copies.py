@@ -62,7 +62,7 @@ class Backoff:
         self._pass_over = 0
 
     def is_due(self) -> bool:
-        """Return True if the next copy is to be attempted. Call this method once before each copy."""
+        """Return True if the next copy should be attempted. Call this method once before each copy."""
         self._pass_over -= 1
         return self._pass_over < 0
 
@@ -110,8 +110,8 @@ class Place:
 
 
 class Copies:
-    """Copies of one rank's state. On every rank, the training thread calls `copy` after each step whose state is to be
-    copied."""
+    """Copies of one rank's state. On every rank, the training thread calls `copy` every --peer-copy-interval steps, and
+    after a return to an earlier state."""
 
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties

@@ -418,7 +418,7 @@ class PeerCopies(Callback):
                 write_fault(self._folder, Fault(cause.title, cause.who, cause.at, time.time(), done))
 
     def _report_recovery(self) -> None:
-        """After the first step since a restart, report the recovery from the failure."""
+        """Report the recovery from the failure after the first step that follows a restart."""
         run, recovery = self._run, self._recovery
         assert run is not None
         if recovery is None or not run.runtime.is_main:

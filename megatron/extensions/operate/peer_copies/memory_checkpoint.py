@@ -154,7 +154,7 @@ class StoredBox:
 
 
 class MemoryCheckpoint(Checkpoint):
-    """Checkpoint whose data are the copies of one step in the memory of hosts. The constructor is a collective over
+    """Checkpoint that consists of the copies of one step in the memory of hosts. The constructor is a collective over
     `world`. The constructor raises CopyError on every rank if the header of a part cannot be read."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:

@@ -60,7 +60,7 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
     """Choose the hosts that keep a copy of each part of the training state. The first copy is on the writer's host, and
     `copies` more are on other hosts. Hosts on which another rank holds the bytes of the part are chosen first, because
-    that rank can store the copy, so nothing is sent. Among these hosts, the partners of the writer's host (`partners`)
+    this rank can store the copy without a transfer. Among these hosts, the partners of the writer's host (`partners`)
     come first. If more copies are needed, the writer sends them to the other partners of its host.
     """
     order = list(dict.fromkeys(host_of))

@@ -1,4 +1,4 @@
-"""Search for the steps of which the hosts together hold a copy of every part of the training state. An inventory
+"""Search for the steps for which the hosts together hold copies of all parts of the training state. An inventory
 (`Inventory`) lists the copies on one host.
 
 This module does not import torch.
@@ -118,7 +118,7 @@ def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
 
 
 def why_none(held: Sequence[Inventory]) -> str:
-    """Return a line that explains why no step has copies of all parts; empty if there are no copies at all."""
+    """Return a line that explains why no step has copies of all parts; an empty string if there are no copies."""
     copies = [copy for each in held for copy in each.copies]
     if not copies:
         return ""

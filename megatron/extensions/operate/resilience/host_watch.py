@@ -138,7 +138,7 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Maps a host to the number of seconds for which it had been silent when it last answered over TCP. The dict
+        """Maps a host to the duration of its silence, in seconds, at the time of its last answer over TCP. The dict
         contains only hosts from which no heartbeat has ever arrived."""
 
         self._lost = False

@@ -118,9 +118,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the configuration for branches of a run, in which no defaults are filled in yet. The parallel layout of
-    the run is dropped, its precision flags are kept, and `flags` are added. Raises ValueError if the flags are
-    invalid."""
+    """Return the configuration for branches of a run, before defaults are filled in. The parallel layout of the run is
+    dropped, its precision flags are kept, and `flags` are added. Raises ValueError if the flags are invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(

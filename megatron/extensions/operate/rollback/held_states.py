@@ -1,4 +1,4 @@
-"""Training states that each rank keeps in host memory, so that a rollback need not read a checkpoint."""
+"""Training states that each rank keeps in host memory, so that a rollback does not have to read a checkpoint."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class HeldStates:
     _free: list[HeldState] = field(default_factory=list)
 
     def next(self) -> HeldState:
-        """Return the `HeldState` that the next state is to be copied to. If two states are in memory, the older one is
-        overwritten."""
+        """Return the `HeldState` into which the caller copies the next state. If two states are in memory, the older
+        one is overwritten."""
         room = self._free.pop() if self._free else self.held.pop(0) if len(self.held) > 1 else HeldState()
         self.held.append(room)
         return room

@@ -138,7 +138,8 @@ class _Track:
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
     above: int = 0
-    """Number of consecutive records, up to the latest one, in which the member met the conditions for an outlier."""
+    """Number of consecutive records, including the latest record, in which the member met the conditions for an
+    outlier."""
 
     told: bool = False
     """True if the member was reported as an outlier and its growth has stayed above the threshold since that report, so
