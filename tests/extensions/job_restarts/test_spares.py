@@ -10,6 +10,7 @@ import pytest
 
 from megatron.extensions.operate.job_restarts import restarts
 from megatron.extensions.operate.job_restarts.layouts import Choice
+from megatron.extensions.operate.peer_copies.hooks import PeerCopies
 from megatron.extensions.plan.planner.suggest.space import Family, Layout, Pipeline
 from tests.extensions.peer_copies.runs import Planned, Run
 
@@ -50,6 +51,18 @@ def test_a_spare_takes_the_place_of_a_lost_rank(begin: Callable[..., Run], undis
     (event,) = run.events("recovery")
     assert (event["rung"], event["source"]) == ("spare ranks in the job", "copies in memory")
     assert event["steps_lost"] <= 1
+
+
+def test_a_parent_records_a_failure_that_its_rank_did_not_record(
+    begin: Callable[..., Run], undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, a rank may exit before it has recorded the failure that ends it."""
+    monkeypatch.setattr(PeerCopies, "_note_fault", lambda self: None)
+    run = begin(3, 1)
+    run.start(Planned("host 1", 0, 2))
+    run.assert_equal(undisturbed)
+    (event,) = run.events("recovery")
+    assert (event["rung"], event["source"]) == ("spare ranks in the job", "copies in memory")
 
 
 def test_spares_may_die_before_and_while_they_are_needed(begin: Callable[..., Run], undisturbed: Run) -> None:

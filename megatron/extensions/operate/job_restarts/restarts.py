@@ -268,6 +268,7 @@ class Parent:
         began = time.time()
         assert _progress is not None
         _progress[IN_ORDER] = _progress[MET] = 0
+        made_before = self._iteration_made()
         with self._signals.held():
             child = Kept(partial(self._begin, config, launch), environ)
             self._signals.hand_to(child.pid)
@@ -279,9 +280,10 @@ class Parent:
         if not (_progress[IN_ORDER] or is_failure(code) or code in ENDS):
             code = ExitCode.FAILED
             print(f"rank {rank} has ended with {how} before the end of the run", file=sys.stderr, flush=True)
-        ended_itself = code == ExitCode.FAILED and _progress[IN_ORDER]
-        made = int.from_bytes(_progress[:8], "little")
-        if is_failure(code) and not ended_itself and (folder := memory_of(self.config)) is not None:
+        made = self._iteration_made()
+        # A rank that has completed steps records its own failure, but a busy machine may end it before it has done so.
+        refused = code == ExitCode.FAILED and _progress[IN_ORDER] and made == made_before
+        if is_failure(code) and not refused and (folder := memory_of(self.config)) is not None:
             note_death(folder, launch.name(socket.gethostname(), rank), how, made, began)
         self._fruitless = 1 if made > self._best else self._fruitless + 1
         self._best = max(self._best, made)
@@ -291,6 +293,12 @@ class Parent:
             return code, f"{self._limit} consecutive starts completed no step"
         self._parents.ask(number + 1)
         return code, ""
+
+    @staticmethod
+    def _iteration_made() -> int:
+        """Return the last iteration that a child of this parent has completed; 0 if there is none."""
+        assert _progress is not None
+        return int.from_bytes(_progress[:8], "little")
 
     def _begin(self, config: RunConfig, launch: Launch) -> int:
         """Train as the rank that `launch` describes. This method runs in a child process."""
