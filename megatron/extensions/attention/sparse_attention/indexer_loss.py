@@ -92,9 +92,9 @@ class LossContext(AutogradContext):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Return `out` unchanged. In the backward pass, the operands in `index` receive the gradients of the indexer loss
-    times `scale`, or zeros if `loss` is None. The backward pass also adds the loss and the number of tokens to
-    `tally`."""
+    """Autograd function that returns `out` unchanged. In the backward pass, the operands in `index` receive the
+    gradients of the indexer loss times `scale`, or zeros if `loss` is None. The backward pass also adds the loss and
+    the number of tokens to `tally`."""
 
     @staticmethod
     def forward(

@@ -246,9 +246,9 @@ class SelectedContext(AutogradContext):
 
 
 class AttentionToSelected(torch.autograd.Function):
-    """Autograd function of `attend_to_selected`. Return the outputs, the log-sum-exps over all key sets, and the
-    log-sum-exps over the first key set. Save the operands, outputs and log-sum-exps for the backward pass. If `note` is
-    a function, it is called with the largest score of each head [h]."""
+    """Autograd function of `attend_to_selected`. The function returns the outputs, the log-sum-exps over all key sets,
+    and the log-sum-exps over the first key set. The operands, outputs and log-sum-exps are saved for the backward pass.
+    If `note` is not None, it is called with the largest score [h] of each head."""
 
     @staticmethod
     def forward(

@@ -307,9 +307,9 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Autograd function of the recurrence N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c over chunks c. Return three
-    tensors: the values N_c that all chunks write, the states S_c before each chunk, and the state after the last
-    chunk."""
+    """Autograd function of the recurrence N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c over chunks c. The function
+    returns three tensors: the values N_c that all chunks write, the states S_c before each chunk, and the state after
+    the last chunk."""
 
     # Arguments: `written` [chunks, n, chunk, dv] is U, `read` [chunks, n, chunk, dk] is W, `keys` [chunks, n, chunk,
     # dk] is K, `carried` [chunks, n, 1 or dk, 1] is r, and `state` [n, dk, dv] is the initial state S_0. Results:

@@ -197,8 +197,8 @@ def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Ten
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Return x unchanged. In the backward pass, make the gradient of x contiguous, so that a compiled function writes
-    the gradient in the memory layout that the following matrix products need."""
+    """Autograd function that returns x unchanged. In the backward pass, the gradient of x is made contiguous, so that a
+    compiled function writes the gradient in the memory layout that the following matrix products need."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
@@ -221,8 +221,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Autograd function of the recurrence S_{c+1} = r_c S_c + Bᵀ X over chunks c. Return two tensors: the states before
-    each chunk, in the dtype of B, and the state after the last chunk."""
+    """Autograd function of the recurrence S_{c+1} = r_c S_c + Bᵀ X over chunks c. The function returns two tensors: the
+    states before each chunk, in the dtype of B, and the state after the last chunk."""
 
     # Arguments: `keys` [chunks, b, groups, n, chunk] is Bᵀ, `columns` [chunks, b, groups, chunk, heads of a group * p]
     # is X in the dtype of B, `carried` [chunks, b, groups, 1, heads of a group, 1] is r, and `state` [b, groups, n,

@@ -90,7 +90,8 @@ class RandomLogits(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return `value`. In the backward pass, return the gradient of the result as the gradient of `x`."""
+    """Autograd function that returns `value`. In the backward pass, the gradient of the result is returned as the
+    gradient of `x`."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:

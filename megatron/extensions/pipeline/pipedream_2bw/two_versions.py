@@ -2,7 +2,7 @@
 norm of a step is reduced.
 
 In PipeDream-2BW (arXiv 2006.09503, section 3.1), the gradient of a step is computed with the weights before the last
-update,
+update:
 
     W(t+1) = W(t) - lr g(W(t-1))
 

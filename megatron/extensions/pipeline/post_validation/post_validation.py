@@ -173,8 +173,8 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
     rolled back, the executor raises `StaleForwards`."""
 
     validate: Callable[[], bool]
-    """Function that checks the previous update. It returns True on all ranks if the update was rolled back, so that the
-    parameters have changed."""
+    """Function that checks the previous update. The function returns True on all ranks if the update was rolled back,
+    so that the parameters have changed."""
 
     def handle(self, action: Action) -> None:
         if action.kind is not Kind.VALIDATE:
