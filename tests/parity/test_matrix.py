@@ -17,12 +17,12 @@ from tests.parity.matrix.named import NAMED
 from tests.parity.mutants import MUTANTS, edited, function_of, seen
 
 FEW = 7
-"""Number of combinations from `every_choice` that the core test suite runs. They have few ranks and contain most
-choices."""
+"""Number of combinations from `every_choice` that the core test suite runs. These combinations have few ranks and
+contain most choices."""
 
 MORE = 18
-"""Number of additional combinations that campaigns run. They contain three fifths of all pairs of choices. With
---whole, every pair is covered."""
+"""Number of additional combinations that campaigns run. These combinations contain three fifths of all pairs of
+choices. With --whole, every pair is covered."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)

@@ -173,7 +173,7 @@ def test_an_out_of_memory_kill_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_disk() -> Iterator[tuple[BaseException, bool]]:
-    """Yield pairs of an error, and a boolean that is True if the error is a disk error, which is reported without a
+    """Yield pairs of an error and a boolean. The boolean is True if the error is reported in one sentence, without a
     traceback."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.npy")
     yield CheckpointError("checkpoint of iteration 4 was not saved"), True

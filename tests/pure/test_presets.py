@@ -72,7 +72,7 @@ def planned_gib(path: Path) -> float:
 
 
 def test_one_gpu_presets_are_the_largest_that_fit() -> None:
-    """Of the memory of a GPU, 0.5 GiB are reserved for CUDA and 3 % for fragmentation of the allocator."""
+    """The models must leave 0.5 GiB of a GPU's memory for CUDA, and 3 % for fragmentation of the allocator."""
     needed = {int(path.stem.removesuffix("gb")): planned_gib(path) for path in ONE_GPU}
     room = {size: 0.97 * size - 0.5 for size in needed}
     assert list(needed) == [8, 12, 16, 24, 48]

@@ -1,1 +1,1 @@
-"""Optimizers that update flat parameter shards, learning-rate schedules and loss scaling."""
+"""Optimizers, which update flat parameter shards, as well as learning-rate schedules and loss scaling."""

@@ -63,8 +63,8 @@ class ParamGather(Protocol):
 
 
 class FormatOfProducts(Protocol):
-    """Interface of number formats. A number format creates the objects that run GEMMs and that cast weights for the
-    gather."""
+    """Interface of number formats. A number format creates the objects that run GEMMs, and the object that casts
+    weights before they are gathered."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
         """Return the `LinearFormat` for the layers whose numbers are in `layers`."""

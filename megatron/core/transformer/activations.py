@@ -1,6 +1,6 @@
 """Implementations of activation functions for MLPs and experts.
 
-A function with the arguments (name, config, ctx) builds each activation function. An activation function that has
+The functions that build activation functions have the arguments (name, config, ctx). An activation function that has
 parameters is a module, and the names of its parameters begin with `name`.
 """
 

@@ -41,7 +41,7 @@ def faults(combination: Combination) -> int:
     said = sum("has a bubble" not in each.rule for each in found)
     if combination["update"] == "two versions":  # this choice implies a schedule of its own
         said += combination["schedule"] != FIRST["schedule"]
-    if combination["cp"] == "2by work":  # this choice reorders samples, which changes running expert loads
+    if combination["cp"] == "2by work":  # this choice reorders samples, which changes running means of the loads
         said += combination["balancing"] in RUNNING_LOADS
     if combination["mlp"] == "dense":
         said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)

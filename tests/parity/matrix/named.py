@@ -1,5 +1,5 @@
-"""Reader of `named.txt`, which contains lines of the form `NAME: COMBINATION`. The combinations are taken from
-published reports of silently wrong gradients (docs/layouts.md), or are error-prone for other reasons."""
+"""Reader of `named.txt`, which contains lines of the form `NAME: COMBINATION`. Some combinations are taken from
+published reports of silently wrong gradients (docs/layouts.md). The others are error-prone for other reasons."""
 
 from __future__ import annotations
 

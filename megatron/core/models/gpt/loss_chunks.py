@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """Gradient of the loss sum, as the later backward pass will pass it."""
+    """Gradient of the loss sum that the backward pass is expected to pass."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
