@@ -31,8 +31,8 @@ KINDS = ("bucket", "reduced", "message", "product")
 
 
 def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: bool) -> list[Flip]:
-    """Return a list of random faults. Each fault strikes in a different audited step. The faults flip only bits of the
-    upper half, because the effect of other bits may be smaller than rounding."""
+    """Return a list of random faults. Each fault occurs in a different audited step. The faults flip only high bits (20
+    to 31 of an fp32 value), because the effect of a lower bit may be smaller than rounding."""
     kinds = KINDS if messages else tuple(kind for kind in KINDS if kind != "message")
     found = []
     for number in range(count):

@@ -34,7 +34,7 @@ LONGEST = 7200.0
 
 @dataclass(frozen=True)
 class Flip:
-    """Bit flip that strikes on one rank, in a weight, a gradient bucket, a message, or a GEMM output."""
+    """Bit flip that occurs on one rank, in a weight, a gradient bucket, a message, or a GEMM output."""
 
     kind: str
     rank: int
@@ -59,7 +59,8 @@ class Audited:
 
 
 def flip(x: Tensor, bit: int, place: int = 0) -> None:
-    """Flip a bit of an element."""
+    """Flip a bit of one element in place. `bit` counts from the lowest bit. In a 16-bit element, `bit` 16 is the lowest
+    bit, as in the upper half of an fp32 number."""
     size = x.element_size()
     with torch.no_grad():
         flat = x.detach().view(-1)

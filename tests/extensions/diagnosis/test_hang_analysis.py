@@ -52,7 +52,8 @@ def test_the_rank_that_enters_another_collective_is_named() -> None:
 
 @pytest.mark.parametrize("guilty", WORLD)
 def test_the_rank_with_another_tensor_size_is_named(guilty: int) -> None:
-    """All ranks wait in the same collective of their groups, but one rank's tensor has a different size."""
+    """All ranks wait in the same collective of their tensor-parallel groups, but the tensor of one rank has a different
+    size."""
     sizes = {rank: "all_reduce [7]" if rank == guilty else "all_reduce [4]" for rank in WORLD}
     found = blame({rank: standing(rank, 4, 9, 5, "tp", what) for rank, what in sizes.items()})
     assert found is not None and found.ranks == (guilty,)
@@ -78,8 +79,8 @@ def test_all_to_all_sizes_may_differ() -> None:
 
 
 def test_the_missing_rank_is_named() -> None:
-    """Rank 2 is in no collective. Rank 1 waits for rank 0, rank 0 waits for rank 2, and rank 3 waits for a message from
-    rank 1."""
+    """Rank 2 does not wait in any collective. Rank 1 waits for rank 0, which waits for rank 2, and rank 3 waits for a
+    message from rank 1."""
     found = blame(with_rank_2(4, 6, 4))
     assert found is not None and found.ranks == (2,) and found.title.startswith("did not reach the point")
     assert "rank 2 was at line_of_2" in found.why

@@ -61,7 +61,7 @@ LAYOUTS = {
     EXPERTS: {OF_EXPERTS: 4, "--pp 2 --micro-batch-size 2": 2},
     UNFUSED: {"--tp 2 --cp 2 --cp-comm-type a2a": 4, "--data-parallel-sharding-strategy optim_grads": 2},
 }
-"""Layouts of each model, with their numbers of ranks."""
+"""Layouts under which each model is tested, with the number of ranks of each layout."""
 
 
 @pytest.mark.parametrize(("flags", "layouts"), LAYOUTS.items(), ids=["dense", "experts", "unfused"])
@@ -129,8 +129,8 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
 
 
 def test_logged_values_match_direct_counts() -> None:
-    """In one process, the logged values equal values computed with hooks and from parameters, with gradients before
-    clipping."""
+    """In one process, the logged values equal values that are computed with hooks and from the parameters. The
+    gradients are those before clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
     common |= {"weight_norm", "grad_norm", "update_norm"}
     for flags, more in (

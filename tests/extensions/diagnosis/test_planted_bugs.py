@@ -75,8 +75,8 @@ def scaled_embeddings(run: TrainingRun, first: int) -> None:
 
 
 def scaled_lookup(run: TrainingRun, first: int) -> None:
-    """Make tensor-parallel rank 1 scale the embeddings that it looks up, and their gradients, by `SCALE`. The weights
-    stay the same."""
+    """Make tensor-parallel rank 1 multiply the embeddings that it looks up, and the gradients of these embeddings, by
+    `SCALE`. The embedding weights stay the same."""
     embedding = next(iter(run.stages.values())).embedding
     assert embedding is not None
     table, tp = embedding.word_embeddings, run.runtime.state.tp

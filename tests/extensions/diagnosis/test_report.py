@@ -295,7 +295,8 @@ def test_the_page_of_a_long_run_stays_small_and_keeps_spikes(tmp_path: Path) -> 
     until_title = text[: text.index("gradient norm (before clipping)")]
     *_, curve = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #1f77b4', until_title)
     heights = sorted(float(y) for y in re.findall(r"[ML] \S+ (\S+)", curve))
-    assert 0 < heights[0] < heights[-1] / 2  # SVG heights are measured from the top; the axis starts at loss 0
+    # Y coordinates in SVG are measured from the top, and the axis starts at loss 0.
+    assert 0 < heights[0] < heights[-1] / 2
 
 
 def test_the_layout_without_a_trace(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ MS = 1_000_000
 def simulated_trace(
     schedule: str = "zb-h1", pp: int = 4, microbatches: int = 8, hosts: Sequence[str] = ("one",), slow: float = 1.0
 ) -> Trace:
-    """Return the trace of a pipeline, including data loading and optimizer. Actions of micro-batch 2 take `slow` ms,
-    and all others take 1 ms."""
+    """Return the trace of a pipeline, including data loading and the optimizer step. Actions of micro-batch 2 take
+    `slow` ms, and all other actions take 1 ms."""
 
     def lists_of(m: int) -> Lists:
         return pipeline_lists(schedule, pp, m)

@@ -15,7 +15,7 @@ def test_layouts_compute_the_same() -> None:
 
 
 def test_value_widths_match_both_heads() -> None:
-    """Memory plans and kernels read `head_widths`. The value width of a differential attention head is twice its key
-    width."""
+    """Memory plans and kernels use the head widths that `head_widths` returns. The value width of a differential
+    attention head is twice its key width."""
     widths = model_of("differential").head_widths
     assert (widths.key, widths.value) == (4, 8)

@@ -1,5 +1,5 @@
-"""`--eval-tasks` on the command line evaluates the six tasks of tests/fixtures, both during training and on a finished
-checkpoint."""
+"""Tests of `--eval-tasks` on the command line, with the six tasks of tests/fixtures, both during training and on a
+finished checkpoint."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def test_generation_ends_at_stop_strings_and_eod() -> None:
 
 
 def test_a_suite_scores_the_answers_of_a_model() -> None:
-    """The score of each row is the number of letters e among its scored tokens, as if the model preferred this
-    letter."""
+    """The score of each row is the number of times that the letter e occurs among its scored tokens, as if the model
+    preferred this letter."""
     loaded = suite(TASKS)
 
     def score(rows: Sequence[Row]) -> list[Score]:

@@ -175,8 +175,8 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out:
 
 
 def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The test emulates the kernel
-    that is called on GPUs, which gives the same result."""
+    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The test replaces the fp8
+    kernel of GPUs with an emulation, and checks that both ways give the same result."""
     x, w = spread(48, 64), spread(32, 64)
     asked = []
 
@@ -295,7 +295,7 @@ def test_inputs_are_gathered_in_one_byte_except_by_rows(recipe: str, size: int) 
 
 def test_an_outlier_costs_precision_only_in_its_tile() -> None:
     x = torch.randn(128, 384).bfloat16()
-    x[5, 140] = 2.0**18  # the small values in a tile with large values become 0
+    x[5, 140] = 2.0**18  # all small values in the tile of this outlier become 0
     error = (fp64(blockwise.cast_by_blocks(x, 1, E4M3)) - x.double()).abs() / x.double().abs().clamp(min=0.05)
     assert (error[5, 128:256] == 1).sum() > 64
     error[5, 128:256] = 0

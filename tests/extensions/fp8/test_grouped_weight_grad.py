@@ -29,8 +29,8 @@ def gemms() -> Fp8GroupedGemms:
 
 
 def operands(counts: list[int], spare: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an accumulated gradient and the operands dY and X. The spare rows of dY and X contain huge values, which
-    must not affect the result."""
+    """Return an accumulated gradient and the operands dY and X. The last rows of dY and X, which belong to no expert,
+    contain huge values that must not affect the result."""
     torch.manual_seed(sum(counts))
     rows = sum(counts) + spare
     dy, x = spread(rows, OUT), spread(rows, IN)
@@ -71,8 +71,8 @@ def distance_of_divisions() -> float:
 
 
 def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scales are powers of two. With other scales, a different assignment of tokens to tiles would change every
-    value."""
+    """The fp8 scales of tiles are powers of two. If the scales were not powers of two, a different assignment of tokens
+    to tiles would change every value."""
     assert distance_of_divisions() <= 1e-5
     monkeypatch.setattr(grouped, "power_of_two", lambda multiplier: multiplier)
     assert distance_of_divisions() >= 1e-2
@@ -80,7 +80,7 @@ def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_casts_propagate_non_finite_values(bad: float) -> None:
-    """A non-finite value reaches the weight gradient only of the expert that owns its row."""
+    """A non-finite value reaches only the weight gradient of the expert to which its row belongs."""
     out, dy, x = operands([130, 7], 0)
     x[129, 3] = bad
     gemms().add_weight_grad_(out, dy, x, Segments.of_sizes([130, 7], CPU))

@@ -1,5 +1,6 @@
-"""Linear layers in fp8 over tensor-parallel ranks are compared with one process. Apart from the fp8 casts, all values
-are fp32 instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per expert.
+"""Fp8 linear layers that are sharded over tensor-parallel ranks are compared with one process. Apart from the fp8
+casts, all values are fp32 instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per
+expert.
 
 Every rank casts its part of a tensor as one process casts the whole tensor, so only the order of sums differs.
 """

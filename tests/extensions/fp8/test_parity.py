@@ -2,9 +2,9 @@
 other. A resumed run is compared with an uninterrupted run.
 
 All layouts cast the operands of a layer in the same way (`test_layers.py`), but activations between layers are bf16.
-Tensor parallelism adds rounded partial sums, after which one value in a few hundred is rounded to a different fp8
-number, 2^-4 away. The error bounds therefore allow for fp8 rounding. The bounds are tight for layouts that do not split
-any sum over ranks.
+Tensor parallelism adds rounded partial sums. As a result, one value in a few hundred is rounded to a different fp8
+number, which differs by a relative 2^-4. The error bounds therefore allow for fp8 rounding. The bounds are tight for
+layouts that do not split any sum over ranks.
 """
 
 from __future__ import annotations

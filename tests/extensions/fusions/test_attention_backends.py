@@ -38,8 +38,8 @@ from tests.pure.test_tile_attention import (
 
 
 def starts_of(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return the offsets of the samples of dense operands [b, n, heads, d] after packing the samples into one
-    sequence."""
+    """Pack the samples of dense operands [b, n, heads, d] and [b, m, heads, d] into one sequence each. Return the
+    offsets of the samples in q and in k, and the lengths n and m."""
     (b, n), m = q.shape[:2], k.shape[1]
     return torch.arange(0, b * n + 1, n), torch.arange(0, b * m + 1, m), n, m
 
@@ -130,7 +130,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_flash3_computes_tiles(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
     """The cases include packed documents, windows, and context parallelism. The partial results of context-parallel
-    attention are merged by their log-sum-exps."""
+    attention are merged using their log-sum-exps."""
     compare(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
     assert set(package.calls) == {"packed"}
 

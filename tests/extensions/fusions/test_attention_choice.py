@@ -171,8 +171,8 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     f"{NONE} --attn-logit-softcapping 50": None,
     f"{NONE} --deterministic-mode": None,
 }
-"""Expected differences from `OF_BASE`, keyed by the flags that cause them. The value is None if the run does not use
-torch's attention, or if measurements must not influence the choice of the kernel."""
+"""Fields of the expected attention shape that differ from `OF_BASE`, keyed by the flags that change them. The value is
+None if the run does not use torch's attention, or if measurements must not influence the choice of the kernel."""
 
 
 @pytest.mark.parametrize("flags", SHAPES)

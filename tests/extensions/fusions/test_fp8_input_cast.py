@@ -148,8 +148,8 @@ LAYOUTS = [
 
 @pytest.mark.grid(("world_size", "layout"), LAYOUTS[:1], LAYOUTS)
 def test_casts_in_other_kernels_change_no_bit(world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused regions run uncompiled. As in compiled code, their results are only rounded once, at the end of a
-    region."""
+    """Run the fused regions uncompiled. As in compiled code, the results of a region are rounded only once, at the end
+    of the region."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
     # `_regions_of` has cached the unpatched functions, so call `functions_of` instead

@@ -100,7 +100,8 @@ def test_losses_compile_to_wide_loads_and_stores() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Compute gradients in the forward pass on the CPU, as on a GPU, and record the logits of each call."""
+    """Make the loss compute gradients in the forward pass on the CPU, as on a GPU, and record the logits of each
+    call."""
     found: list[Tensor] = []
 
     def noted(logits: Tensor, *args: object) -> Tensor:

@@ -82,8 +82,8 @@ def test_interpreted_grouped_sums_match_the_definition() -> None:
 CASES = (
     ([3, 0, 70, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 0, 600, 0], 16, 24),  # There is one tile, which is split into four parts.
-    ([290, 2, 0, 0], 20, 64),  # There are two tiles, each of which is split into two parts.
+    ([0, 0, 600, 0], 16, 24),  # The weight gradient is one tile, whose sum over rows is split into four parts.
+    ([290, 2, 0, 0], 20, 64),  # Each of two experts has one tile, whose sum over rows is split into two parts.
     ([40, 33, 32, 48, 17], 40, 40),
     ([9], 136, 64),  # the weight gradient has more rows of tiles than one group, whose tiles share operands
 )
@@ -120,7 +120,8 @@ def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -
 
 @apart(interpret=True)
 def test_an_interpreted_list_of_tiles_adds_each_product() -> None:
-    """The cases include experts without rows, an expert with almost all rows, partial tiles, and spare rows."""
+    """The cases include experts without rows, an expert with almost all rows, partial tiles, and rows at the end that
+    belong to no expert."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton
 
     check_list(grouped_triton)
@@ -140,8 +141,7 @@ def test_schedules_order_experts_and_split_the_last_tiles() -> None:
         assert stops.tolist() == [ends.tolist()[e] for e in numbers]
         return head.tolist(), numbers
 
-    # The first list contains the number of experts without rows, of unsplit tiles, of split tiles, and of parts per
-    # split tile.
+    # The first list contains four numbers: experts without rows, unsplit tiles, split tiles, and parts per split tile.
     assert scheduled([64, 0, 6400, 640], 44, 132, 132) == ([1, 132, 0, 1], [1, 0, 3, 2])
     assert scheduled([64, 0, 6400, 640], 50, 132, 132) == ([1, 132, 18, 4], [1, 0, 3, 2])
     assert scheduled([0, 0, 6400, 0], 50, 132, 132) == ([3, 0, 50, 2], [0, 1, 3, 2])

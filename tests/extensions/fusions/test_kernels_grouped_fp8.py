@@ -52,7 +52,8 @@ def segments_of(counts: list[int]) -> tuple[Segments, Tensor]:
 
 
 def rows_of(counts: list[int], width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return rows with values of many magnitudes, followed by spare rows with the largest values."""
+    """Return rows with values of many magnitudes, followed by rows that belong to no expert and contain the largest
+    values."""
     x = torch.randn(sum(counts) + 5, width) * torch.exp(3 * torch.randn(sum(counts) + 5, width))
     x[sum(counts) :] = 1e30
     return x.to(dtype)
@@ -205,8 +206,8 @@ def clock_of(*seconds: float) -> Callable[[Callable[[], object]], float]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_the_fastest_correct_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is not chosen if its results are wrong or if it does not fit into the GPU. No kernel is chosen if torch
-    is the fastest."""
+    """A kernel is not chosen if its results are wrong or if it needs more shared memory than the GPU has. No kernel is
+    chosen if torch is the fastest."""
 
     def add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, tiling: str) -> None:
         one, two = (ExpertTiles(*each, 0) for each in ((dy, dy_scale), (x, x_scale)))

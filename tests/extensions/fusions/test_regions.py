@@ -74,7 +74,8 @@ NORMS = {
 
 def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, biased: bool = False) -> Tensor:
     """Split x into heads with 4 channels, and apply rotary embeddings to 2 of the 4 channels. Each query group has
-    three query heads, three gates, a key head and a value head. The bias is twice the values of the first token."""
+    three query heads, three gates, a key head and a value head. The bias of each channel is twice the value of the
+    first token."""
     x, counts = torch.cat((x, x.sin()), -1).unflatten(-1, (2, 8, 5))[..., :4], (3, 3, 1, 1)
     bias = x[0, 0] * 2 if biased else None
     tables = (ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)) if rotates else ()

@@ -75,8 +75,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def add_in_products(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Record the residuals that GEMMs add to their results. The GEMM with a fused addition, which GPUs use for 16-bit
-    operands, also runs for CPU tensors."""
+    """Record the residuals that GEMMs add to their results. The GEMM with a fused addition, which normally runs only on
+    GPUs for 16-bit operands, is also used for CPU tensors."""
     found: list[Tensor] = []
 
     def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:

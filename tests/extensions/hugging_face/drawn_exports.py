@@ -43,7 +43,8 @@ EXPORTED, REFUSED = "exported", "refused"
 
 @cache
 def starts() -> dict[str, TransformerConfig]:
-    """Return tiny models by name: those of fixtures/models.yaml, and one per family of the installed transformers."""
+    """Return tiny models, keyed by name: the models in fixtures/models.yaml, and one model for each family of the
+    installed transformers."""
     found = {name: model for table in TABLE for name, model in models_in(table).items()}
     for family in FAMILIES:
         if family in sweep.KNOWN:
@@ -88,12 +89,12 @@ def is_legal(config: TransformerConfig) -> bool:
     try:
         return not any(problem.flag in of_models for problem in validate(run_of(config), 1))
     except ArithmeticError:
-        return False  # a size is not divisible; in a complete run, other rules report this
+        return False  # a size is not divisible by another size; rules for the other flags of a complete run report this
 
 
 def weights_of(config: TransformerConfig) -> dict[str, Tensor]:
     """Return random values for all parameters and states of a model, keyed by name. States with an integer dtype
-    contain expert numbers."""
+    contain indices of experts."""
     generator = torch.Generator().manual_seed(5)
     found = dict[str, Tensor]()
     for meta, dtype in (*((meta, torch.float64) for meta in stage_metas(config)), *states_of(config)):
@@ -155,7 +156,7 @@ def difference(config: TransformerConfig, family: str, written: dict[str, Any], 
 
 
 def logits(config: TransformerConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """Return the logits of a random text, without multi-token prediction modules."""
+    """Return the logits of a random text, computed by the model without multi-token prediction modules."""
     model = model_of(parameters, replace(config, mtp_num_layers=None))
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(config.vocab_size or 0, (2, min(12, config.seq_length)), generator=generator)

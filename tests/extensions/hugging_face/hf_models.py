@@ -21,13 +21,14 @@ NEEDS = (
     *(("gemma4", "normed_values"), ("gemma4", "per_layer_embeddings"), ("gemma4", "scaled_layer")),
     *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
 )
-"""Pairs of a case name prefix and the extension that models of these cases need."""
+"""Pairs of the prefix of case names, and the extension that the models of these cases need."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()
     if all(installed(extension) for start, extension in NEEDS if name.startswith(start))
 }
-"""Model type and settings of each case. The settings consist of the settings of a base case and changes."""
+"""Model type and configuration settings of each case. These are the settings of a base in `BASES`, updated with the
+changes of the case."""
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

@@ -54,8 +54,9 @@ def derived(model_type: str) -> set[str]:
 
 
 def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield one tuple (deleted key, remaining config.json) for each deletion. Each key, including keys of nested
-    objects, is deleted in turn, from the complete file and from one without derived keys."""
+    """Yield one tuple (deleted key, remaining config.json) for each deletion. Each key is deleted in turn, including
+    keys of nested objects. Keys of the top level are deleted from the complete file, and from a file without the keys
+    that the class derives from others."""
     for key, inner in _objects(stated):
         yield f"{key}.{inner}", _without_inner(stated, key, inner)
     for others in (set[str](), derived(model_type) & stated.keys()):
@@ -118,8 +119,8 @@ def difference(
 
 
 def _read(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | str:
-    """Return two values for a config.json: the fields of this program's model, and the model configuration. If the
-    config.json is refused, return the error message instead."""
+    """Return two values for a config.json: a dictionary of the model settings that this program reads from it, and the
+    model configuration. If the config.json is refused, return the error message instead."""
     try:
         config = config_from_hf(hf_config)
         return settings_of(config) | {name: getattr(config, name) for name in TRAINED_WITH}, config

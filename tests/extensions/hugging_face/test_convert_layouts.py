@@ -1,5 +1,5 @@
-"""A Hugging Face folder is converted to a checkpoint. The checkpoint is loaded and saved by a parallel run and
-converted back. The resulting folder must have the same bytes."""
+"""A Hugging Face folder is converted to a checkpoint. A parallel run loads the checkpoint and saves it again, and the
+saved checkpoint is converted back. The resulting folder must have the same bytes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ PART = (
 
 @pytest.mark.grid("case", PART, list(CASES))
 def test_a_round_trip_through_a_layout_is_exact(case: str, tmp_path: Path) -> None:
-    """Weights are loaded from a converted checkpoint, and directly from the Hugging Face folder."""
+    """The weights are loaded once from a converted checkpoint, and once directly from the Hugging Face folder."""
     dtype = torch.bfloat16 if case in ("llama3", "qwen3-moe") else torch.float32
     theirs, start = save_model(case, tmp_path / "hf", dtype), tmp_path / "start"
     Conversion(theirs, start, None, Options()).run(1)
@@ -115,7 +115,8 @@ def bytes_read(rank: int, world_size: int, folder: Path) -> int:
 
 
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
-    """The only weights that both TP ranks read are those sharded along the input, because rows are read whole."""
+    """The only weights that both TP ranks read are norm weights and weights that are sharded along the input, because
+    rows are read whole."""
     folder = save_model("llama2", tmp_path / "hf")
     whole = weights_in(folder)
     twice = sum(value.nbytes for name, value in whole.items() if value.ndim == 1 or "o_proj" in name or "down" in name)

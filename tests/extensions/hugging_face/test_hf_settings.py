@@ -1,5 +1,5 @@
-"""Weights and settings of Hugging Face families convert in both directions; error messages name settings that a family
-cannot express."""
+"""Weights and settings of Hugging Face families convert in both directions. Error messages name the settings that a
+family cannot express."""
 
 from __future__ import annotations
 
@@ -212,7 +212,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "pebble.json"
 
 
 def test_a_family_from_a_file_converts_both_ways(tmp_path: Path) -> None:
-    """The example family in the documentation converts a folder to a checkpoint and back to the same folder."""
+    """With the example family in the documentation, a folder is converted to a checkpoint and back to the same
+    folder."""
     add_families([str(EXAMPLE)])
     model = replace(LLAMA, kv_channels=24, rotary_base=100.0, swiglu=False, activation_func="geglu")
     parameters = {p.meta.name: p.detach().float() for p in GPTModel(model, FP64).parameters()}

@@ -1,4 +1,5 @@
-"""A config.json that lacks keys is read as transformers reads it, with its defaults and its rules for derived keys."""
+"""A config.json that lacks keys is read as transformers reads it, with the same defaults and the same rules for derived
+keys."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_each_key_of_a_family_may_be_missing(family: str) -> None:
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "ministral3"])
 def test_scaling_without_the_original_length_is_read(model_type: str, kind: str) -> None:
-    """A missing original length defaults to the class's default, or to the longest context."""
+    """If a config.json lacks the original context length, the default of the class is used, or else the longest
+    context."""
     numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama_4_scaling_beta": 0.1}
     left = {"model_type": model_type, **SIZES, "rope_scaling": {"rope_type": kind, **numbers}}
     assert missing_keys.difference(model_type, left, logits=False) == ""

@@ -1,7 +1,7 @@
 """Mutation tests of the comparison with transformers. Each test breaks a layer of a published model on purpose, and the
 comparison must fail.
 
-The comparison of layouts cannot detect these errors, because one process makes the same errors.
+Comparisons between layouts cannot detect such errors, because a one-process run makes the same errors.
 """
 
 from __future__ import annotations

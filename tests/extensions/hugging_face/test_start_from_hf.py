@@ -366,8 +366,8 @@ def test_exports_require_saves_at_the_same_iterations(capsys: pytest.CaptureFixt
 
 
 def test_a_run_exports_to_its_original_family(tmp_path: Path) -> None:
-    """The export keeps the token ids of the original config.json, even after a resume or if another run loads the
-    weights."""
+    """The export keeps the token ids of the original config.json, even after the run is resumed, or if another run
+    loads the weights."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
     model_with("opt", sweep.tiny("opt") | ids).float().save_pretrained(tmp_path / "opt")
     run, other = tmp_path / "run", tmp_path / "other"

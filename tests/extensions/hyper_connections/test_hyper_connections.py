@@ -73,8 +73,8 @@ def test_connection_weights_are_computed_in_fp32() -> None:
 
 
 def test_streams_are_saved_once_per_layer() -> None:
-    """--recompute-modules mhc does not save the streams between the two sublayers of a layer. With two layers,
-    recomputation drops two of four sets of streams in bf16."""
+    """--recompute-modules mhc does not save the streams between the two sublayers of a layer. In this model with two
+    layers, two of the four sets of bf16 streams are therefore not saved."""
     tokens = SAMPLES * STREAMS.seq_length
     selective, both = {"recompute_granularity": "selective"}, (("mlp_act",), ("mlp_act", "mhc"))
     kept, again = (kept_in_bf16(STREAMS, **selective, recompute_modules=modules) for modules in both)

@@ -1,4 +1,5 @@
-"""Chat templates are compared with transformers. Invalid and malicious templates are also tested."""
+"""Texts from chat templates are compared with those of transformers. Invalid and malicious templates are also
+tested."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def generate(model: GPTModel, prompts: list[list[int]], count: int) -> list[list
 @pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", *MIXERS, "moe"])
 def test_batched_texts_have_the_same_logprobs_as_alone(style: str) -> None:
     """The same requests are served one by one and in batches. In the batches, requests wait for a free row, end early
-    and are padded. Experts do not drop tokens in generation."""
+    and are padded. In generation, experts do not drop tokens, so the logits of a text do not depend on the other texts
+    of a batch."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)
     requests = [
         Request(PROMPTS[i % 3], 2 + i, replace(sampling, top_k=20) if i % 2 else sampling, seed=i, logprobs=3)

@@ -277,7 +277,7 @@ def posted(body: bytes) -> bytes:
 def test_a_disconnected_client_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
     with serving(slow=0.2) as served:
-        for shut in (False, True):  # first close the connection, then only half-close it
+        for shut in (False, True):  # the client first closes the connection, then closes only its sending side
             before = served.steps
             with served.raw(posted(body), shut=shut) as connection:
                 if shut:
@@ -363,7 +363,7 @@ def test_late_bodies_are_refused() -> None:
     with serving(replace(LIMITS, read_seconds=0.3)) as served:
         with served.raw() as silent:
             assert silent.recv(1) == b"", "a connection that sends nothing is closed"
-        # the answer is empty if the head of the request is late too; in this case, try again
+        # the answer is empty if the head of the request is late too; in this case, send the request again
         found = next(filter(None, (answer() for _ in range(100))), b"")
         assert found.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in found
 

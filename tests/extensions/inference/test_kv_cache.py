@@ -38,7 +38,8 @@ def test_cached_decoding_supports_all_kinds_of_softmax(mixer: str, softmax: str,
 
 def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
     """Feed three texts to a model in parts of different lengths, with a cache of the earlier parts. Assert that the
-    logits equal those for whole texts. Then drop one of the texts and repeat the check for the others."""
+    logits equal those for whole texts. Then drop one of the texts from the cache and repeat the check for the
+    others."""
     model = GPTModel(config, FP64).eval()
     expected = model.logits(None, batch)
     assert expected.shape == (3, config.seq_length, config.vocab_size)

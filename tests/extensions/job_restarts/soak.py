@@ -3,11 +3,11 @@ grow.
 
     python -m tests.extensions.job_restarts.soak --steps 20000 --every 100
 
-Two ranks run on separate hosts, with copies in memory and restarts within the job. The ranks fail in turn: by SIGKILL,
-by an error, and by SIGKILL after their copies are complete. Between any two faults, the program measures the processes
-once: the ranks, their parent processes, which the launcher started, and the processes that hold copies. The program
-prints the means over the first and the last tenth of the samples, and the bytes of logs per step. This program does not
-check the losses of the run; `tests.extensions.peer_copies.campaign` checks them.
+Two ranks run on separate hosts, with in-memory copies of checkpoints and restarts within the job. The ranks fail in
+turn: by SIGKILL, by an error, and by SIGKILL after the in-memory copies are complete. Between any two faults, the
+program measures the processes once: the ranks, their parent processes, which the launcher started, and the processes
+that hold copies. The program prints the means over the first and the last tenth of the samples, and the bytes of logs
+per step. This program does not check the losses of the run; `tests.extensions.peer_copies.campaign` checks them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Sample = dict[str, float]
 
 
 def measured(pid: int) -> Sample:
-    """Return the KiB of anonymous and shared memory, the number of threads and the number of open files of a process.
-    Raises OSError if the process has ended."""
+    """Return four values for a process: its anonymous and its shared memory in KiB, its number of threads, and its
+    number of open files. Raise OSError if the process has ended."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     found = {
         words[0].rstrip(":"): float(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:", "Threads:")
@@ -73,7 +73,7 @@ def soaked_main(run: Run, every: int) -> Callable[[list[str]], int]:
 
 
 def sample_of(run: Run, parents: Sequence[int]) -> dict[str, Sample]:
-    """Measure all processes, and return one sample per process, keyed by name. Raises OSError if a process is missing
+    """Measure all processes, and return one sample per process, keyed by name. Raise OSError if a process is missing
     because ranks are being restarted."""
     found = {f"parent {number}": measured(pid) for number, pid in enumerate(parents)}
     for number, pid in enumerate(parents):
@@ -117,9 +117,9 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
 
 
 def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the median seconds of each phase of a restart. A restart has these phases: the failure is detected, the
-    ranks end, the parent processes meet, the parents fork new ranks, and the first step ends. The median times of the
-    parts of startup are also listed."""
+    """Return a line with the median duration in seconds of each phase of a restart. The phases of a restart are:
+    detection of the failure, end of the ranks, exchange between the parent processes, fork of new ranks, and the first
+    step. The median times of the parts of startup are also listed."""
     lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
     starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
     pairs = list(zip(events, starts, strict=False))

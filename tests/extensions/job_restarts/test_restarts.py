@@ -171,7 +171,7 @@ def test_a_stopped_parent_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def attempt(rank: int, number: int) -> int:
         if rank == 0:
-            time.sleep(2 * restarts.ASK)  # after this time, the parents of both ranks have met
+            time.sleep(2 * restarts.ASK)  # by this time, the parents of both ranks have met in the store
             Path(f"{stopped}.new").write_text(str(os.getppid()))
             os.kill(os.getppid(), signal.SIGSTOP)
             os.replace(f"{stopped}.new", stopped)

@@ -39,7 +39,8 @@ def test_a_smaller_roster_lists_living_workers_once(data: st.DataObject) -> None
 @pytest.mark.parametrize(
     ("lost", "expected"),
     [
-        ({1}, (0, 8, 2, 3)),  # the lost process is not replaced by one on the host that has two spares
+        # The lost process is replaced by a spare on a host with one spare, not on the host with two spares.
+        ({1}, (0, 8, 2, 3)),
         ({2, 3}, (0, 1, 6, 7)),
         ({0, 2, 3}, (8, 1, 6, 7)),
     ],

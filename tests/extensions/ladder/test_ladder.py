@@ -1,5 +1,5 @@
-"""Tests of scaling ladders. Fits recover known scaling laws, the runs of a ladder resume, and a run is compared with
-its prediction."""
+"""Tests of scaling ladders. The tests check that fits recover known scaling laws and that the runs of a ladder resume.
+They also compare a run with its prediction."""
 
 from __future__ import annotations
 

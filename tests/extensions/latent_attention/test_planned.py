@@ -54,12 +54,14 @@ def test_latents_are_gathered_in_place_of_hidden_states() -> None:
     assert Counter(forward) == Counter([*gathers, sum_, sum_])
     scatters = [("all_to_all", nbytes) for _, nbytes in gathers]
     regathered = [call for call, width in zip(gathers, widths, strict=True) if width != 4]
-    entering = ("all_gather", S * B * H * 4)  # one gathers the output gradients of proj, and another those of fc2
+    # One all-gather is for the output gradients of proj, and the other for those of fc2.
+    entering = ("all_gather", S * B * H * 4)
     assert Counter(backward) == Counter([*scatters, *regathered, entering, entering])
 
 
 def test_latent_gradients_are_reduced_under_tensor_parallelism() -> None:
-    """Without sequence parallelism, the gradients of the latents are reduced instead of those of the hidden states."""
+    """Without sequence parallelism, attention reduces the gradients of its latents over the ranks, not the gradients of
+    its hidden states."""
     forward, backward = per_layer(4, False, "latent", "fp32")
     assert forward == [("all_reduce", S * B * H * 4)] * 2
     assert Counter(backward) == Counter(("all_reduce", S * B * width * 4) for width in (12, 10, 4, H))

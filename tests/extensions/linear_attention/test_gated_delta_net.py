@@ -67,12 +67,12 @@ def test_convolution_continues_where_it_stopped() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
-    """With bf16 inputs, the states are as accurate as with fp32 inputs. The error of outputs is at most (2 u + u^2)
-    times the sum of the absolute values of their terms. The relative error of each gradient is at most three bf16
-    rounding errors."""
+    """With bf16 inputs, the states are as accurate as with fp32 inputs. The error of outputs is at most 2 u + u^2
+    relative to the outputs, where u = 2^-8 is the unit roundoff of bf16. The relative error of each gradient is at most
+    3 u."""
     length, unit = 150, 2.0**-8
     tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]
-    tokens[3] = tokens[3].float()  # the mixer also computes g in fp32
+    tokens[3] = tokens[3].float()  # the mixer also computes the log decay g in fp32
     number = documents(length) if packed else None
     own, wide = ([x.to(dtype or x.dtype).requires_grad_() for x in tokens] for dtype in (None, torch.float64))
     (out, state), (expected, exact) = gated_delta_chunks(*own, number), gated_delta_chunks(*wide, number)
@@ -98,8 +98,8 @@ PRODUCT = model_of("delta-product")
 
 @pytest.mark.parametrize("starts", [(0,), (0, 3, 4, 11)])
 def test_delta_product_matches_the_recurrence(starts: tuple[int, ...]) -> None:
-    """The reference is the recurrence of arXiv 2502.10297: for each token, a state decays once and is then updated at
-    three keys, one after the other."""
+    """The reference is the recurrence of arXiv 2502.10297. For each token, a state decays once and is then updated with
+    three keys and values, one after the other."""
     net = next(m for m in GPTModel(PRODUCT, FP64).train().modules() if isinstance(m, gated_delta_net.GatedDeltaNet))
     generator = torch.Generator().manual_seed(1)
     mixed = torch.randn(16, 1, 4, sum(net.channels), generator=generator, dtype=torch.float64, requires_grad=True)
@@ -218,8 +218,9 @@ def test_pattern_chooses_full_or_linear_attention() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_flops_of_gated_delta_nets(steps: int) -> None:
     """The test counts the FLOPs per row in chunks of 64 rows. Products of [64, 64] by [64, d] and products with the
-    state count three times. The FLOPs of decay sums count twice. The FLOPs of the gradient of the triangular solve
-    count once. Recomputation in the backward pass does not count."""
+    state are counted three times: in the forward pass, and twice in the backward pass. The FLOPs of decay sums are
+    counted twice. The FLOPs of the triangular solve's gradient are counted once. FLOPs of recomputation in the backward
+    pass are not counted."""
     more = {"linear_num_householder": steps}
     config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)

@@ -46,8 +46,8 @@ def run(folder: Path, first: int, last: int, **options: Any) -> None:
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """Yield the records in the file of an offline Weights & Biases run. After 7 bytes, the file consists of blocks of
-    32 KiB in LevelDB's log format.
+    """Yield the records in the file of an offline Weights & Biases run. After a header of 7 bytes, the file consists of
+    blocks of 32 KiB in LevelDB's log format.
 
     Each chunk of a block has a checksum, a length, and a kind: whole, first, middle or last.
     """
@@ -112,8 +112,8 @@ def test_a_resumed_run_hides_only_the_records_that_it_rewrites(tmp_path: Path) -
 def test_a_full_disk_costs_tensorboard_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer's thread fails at records 3 and 4. The run detects the failure later, continues, and writes the lost
-    records again."""
+    """The thread of the TensorBoard writer fails at records 3 and 4. The run detects the failure later, continues
+    training, and writes the lost records again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter
 
