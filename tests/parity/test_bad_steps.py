@@ -211,7 +211,7 @@ def spiky(
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
-    samples = (8 * 12 + 3, 8 * 16 + 5)  # these samples belong to steps 13 and 17
+    samples = (8 * 12 + 3, 8 * 16 + 5)  # the faulty samples belong to steps 13 and 17
     ((whole, progress, spikes),) = run_world(1, spiky, config_of(SPIKES), 20, samples)
     assert [number for number, spike in enumerate(spikes, 1) if spike] == [13, 17]
     assert (progress["skipped_spikes"], progress["skipped_iterations"], progress["nan_iterations"]) == (2, 2, 0)

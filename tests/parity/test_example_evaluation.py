@@ -39,7 +39,8 @@ class Records(list[dict[str, Any]]):
 
 
 def smoothed(rank: int, world_size: int, vocabulary: int, divisor: int) -> tuple[Tensor, Tensor]:
-    """Return the losses of the logits of `given`, and this rank's shard of the gradient of their weighted sum."""
+    """Compute the label smoothing loss of the logits that `given` returns. Return the losses, and this rank's shard of
+    the logit gradient of the weighted sum of the losses."""
     load_extensions(EXTENSIONS)
     flags = f"{FLAGS} --vocab-size {vocabulary} --make-vocab-size-divisible-by {divisor} --tp {world_size}"
     smoothing = "--loss-func label_smoothing --label-smoothing 0.2"

@@ -146,7 +146,8 @@ def test_a_table_of_roles_is_checked() -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
 def test_chain_states_resume(name: str, tmp_path: Path) -> None:
-    """After a resume, the result is bit-identical under the same layout and equal up to rounding under another."""
+    """If a run is resumed, its result is bit-identical under the same layout, and equal up to rounding under a
+    different layout."""
     flags = f"{TINY} --extension examples/{name}.py --optimizer {name} --fp64 --num-attention-heads 4 --seq-length 16 "
     flags += "--vocab-size 64 --hidden-size 32 --eval-iters 0 --lr 1e-2 --log-interval 1 --train-iters 4 "
     flags += "--disable-bias-linear --lr-decay-style constant"
@@ -214,7 +215,7 @@ def test_each_component_of_the_template_works(tmp_path: Path) -> None:
 
 
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
-    """Return the output and metrics of a one-process run."""
+    """Train in one process, and return the printed output and the logged metrics."""
     metrics = folder / "metrics.jsonl"
     done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--metrics-file", metrics, code=0)
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -52,7 +52,7 @@ def test_every_mutant_matches_the_source() -> None:
 
 
 def test_every_pair_occurs_in_a_combination_or_is_listed_as_invalid() -> None:
-    """After adding a choice or rule, run `python -m tests.parity.matrix --design`."""
+    """If this test fails after a choice or a rule has been added, run `python -m tests.parity.matrix --design`."""
     for combination in (*pairwise(), *NAMED.values()):
         assert not faults(combination), combination
     covered = set().union(*map(pairs_of, pairwise()))

@@ -63,8 +63,8 @@ def test_the_length_of_a_run_follows_from_its_batches(length: str, samples: int 
 
 @pytest.mark.parametrize(("given", "used"), [(100, 96), (96, 96), (9, 8), (7, 7)])
 def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: int) -> None:
-    """The batch size is rounded down to a multiple of micro-batch size 2 * DP 4. A batch size that is smaller than
-    micro-batch size * DP is not rounded, but refused by validation."""
+    """The batch size is rounded down to a multiple of 8, the product of micro-batch size 2 and DP 4. Validation refuses
+    a batch size that is smaller than this product."""
     flags = f"--micro-batch-size 2 --global-batch-size {given} --decrease-batch-size-if-needed"
     assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used
 

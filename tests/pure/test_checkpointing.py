@@ -428,7 +428,8 @@ def test_callback_states_are_restored(tmp_path: Path) -> None:
 def test_later_changes_do_not_reach_a_saved_state(tmp_path: Path) -> None:
     run = Run(config(tmp_path), [callback := Keeps([1])])
     _, payload = run.checkpoint().contents(Progress(1, 8))
-    callback.kept.append(2)  # changes the state while the checkpoint is still being written in the background
+    # The next step changes the state while the checkpoint is still being written in the background.
+    callback.kept.append(2)
     assert payload["callbacks"] == {"Keeps": [1]}
 
 

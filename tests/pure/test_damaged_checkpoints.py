@@ -273,4 +273,4 @@ def test_a_start_does_not_load_all_records_of_a_long_run(tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     assert len(path.read_text().splitlines()) == 1990
-    assert highest < 300_000  # much less than the size of the file, which is 2 MB
+    assert highest < 300_000  # the file has 2 MB, so it was not read as a whole

@@ -69,7 +69,8 @@ def test_many_similar_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatc
     monkeypatch.setattr(data_files.torch, "save", counted)
     tensors = {f"model.{i}": torch.full((4, 2) if i % 2 else (3,), float(i)) for i in range(100)}
     save(tmp_path, 1, {k: ShardedBoxes(t.shape, [((0,) * t.dim(), t)]) for k, t in tensors.items()}, {}, Axis())
-    assert calls[0] == 2 * 3  # for each of two kinds of tensors: the first tensor, and two tensors for a template
+    # For each of two kinds of tensors, torch saves the first tensor, and two tensors that serve as a template.
+    assert calls[0] == 2 * 3
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in tensors.items())
 
@@ -122,7 +123,8 @@ def test_many_similar_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(torch, "load", counted)
     assert loaded(tmp_path, tensors) == bits_of(tensors)
-    assert calls[0] == 4 + 5  # four calls for the kinds with few tensors, and five calls for the kind with many tensors
+    # Torch.load is called four times for the kinds with few tensors, and five times for the kind with many tensors.
+    assert calls[0] == 4 + 5
 
 
 def test_damaged_files_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,8 +130,8 @@ ROPE = replace(LLAMA, hidden_size=64, kv_channels=8)
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_interpolated_positions_are_divided(scaled: bool) -> None:
-    """With an interpolation factor of 4, position 4i is treated as position i, even where Llama 3.1 scales
-    frequencies."""
+    """With an interpolation factor of 4, position 4i is treated as position i, even for the frequencies that Llama 3.1
+    scales."""
     config = replace(ROPE, use_rope_scaling=scaled, rope_scaling_original_max_position_embeddings=16)
     at = torch.arange(6)
     longer = replace(config, rotary_seq_len_interpolation_factor=4)

@@ -1,4 +1,4 @@
-"""For any sizes of buffers, buckets and shards, each parameter element is contained exactly once."""
+"""For any sizes of buffers, buckets and shards, the layout contains each element of each parameter exactly once."""
 
 from __future__ import annotations
 

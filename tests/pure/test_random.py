@@ -158,9 +158,9 @@ def test_dropout_has_the_right_rate_and_scale(p: float) -> None:
 
 
 def test_masks_are_independent_in_every_direction() -> None:
-    """Adjacent elements of a mask are equal as often as expected for independent elements, along each dim. The same
-    holds for the masks of different samples, dropout modules and heads. No row or column is dropped more often than
-    expected."""
+    """Adjacent elements of a mask are equal as often as expected for independent elements, along each dim. The same is
+    true of the elements at one position in the masks of different samples, dropout modules and heads. In each row and
+    column, the fraction of dropped elements is as expected."""
     p, n = 0.5, 128 * 6 * 512
     samples = torch.tensor([0, 1, 2, 3, 1000, 2**33])
     mask = hidden_mask(samples, 128, 512, p=p).float()

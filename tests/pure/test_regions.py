@@ -67,7 +67,7 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
 
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
     """Return the result of multiplying the rows of three experts by weights and adding sharded biases. The last two
-    rows of the input are spare rows."""
+    rows of the input belong to no expert."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
     weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
     if compiled:

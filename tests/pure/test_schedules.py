@@ -125,7 +125,8 @@ def test_bubble_of_interleaved_is_smaller_by_the_stages_on_a_rank(p, rounds, mor
     m = p * rounds + more % p
     found = simulate(build_schedule("interleaved", p, m, v), StageCosts(1, 1, 1))
     assert found.makespan == 3 * (m * v + p - 1)
-    if more % p == 0 and rounds > 1:  # arXiv 2205.05198: 1 + (p - 1) / (p v) times as much as 1F1B
+    # According to arXiv 2205.05198, the peak is 1 + (p - 1) / (p v) times the peak of 1F1B.
+    if more % p == 0 and rounds > 1:
         assert found.peak_activations[0] == pytest.approx(p * v * (1 + (p - 1) / (p * v)))
 
 

@@ -36,7 +36,7 @@ class NarrowTiles(TorchKernel):
 
 
 class ShortDiagonals(FlashCPUKernel):
-    """CPU kernel with short diagonal tiles, as for long sequences."""
+    """CPU kernel with diagonal tiles that are as short as for long sequences."""
 
     longest_diagonal = 3
 

@@ -1,4 +1,5 @@
-"""Tokenizers without files: decoding restores the text, and special tokens have the same ids as Megatron's."""
+"""Tests of tokenizers that need no files. Decoding restores the text, and special tokens have the same ids as in
+Megatron-LM."""
 
 import pytest
 from hypothesis import given

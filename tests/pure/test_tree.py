@@ -245,8 +245,8 @@ its own classes by keyword."""
 
 PAST_ARGUMENTS = {
     KEYWORDS_OF_LM_EVAL,
-    # torch calls these autograd functions with positional arguments, and each argument needs a result of the backward
-    # pass.
+    # torch calls these autograd functions with positional arguments, and the backward pass must return one value per
+    # argument.
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }

@@ -91,7 +91,8 @@ def test_a_replayed_run_is_bit_identical(world_size: int, flags: str) -> None:
     both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
     for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
-        recordings = 2 if "fp8" in flags else 1  # with fp8, one of two recordings casts the weights
+        # With fp8, there are two recordings, of which only one casts the weights.
+        recordings = 2 if "fp8" in flags else 1
         assert graphed[2] == (recordings, 2 * microbatches), "two of five steps come after the warm-up"
 
 

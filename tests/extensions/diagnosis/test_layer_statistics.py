@@ -130,7 +130,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
 
 def test_logged_values_match_direct_counts() -> None:
     """In one process, the logged values equal values that are computed with hooks and from the parameters. The
-    gradients are those before clipping."""
+    gradients are measured before clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
     common |= {"weight_norm", "grad_norm", "update_norm"}
     for flags, more in (

@@ -2,7 +2,8 @@
 casts, all values are fp32 instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per
 expert.
 
-Every rank casts its part of a tensor as one process casts the whole tensor, so only the order of sums differs.
+Every rank casts its shard of a tensor with the same scales as one process casts the whole tensor. The results therefore
+differ only by the order of sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""ZeRO-2 and ZeRO-3 with fp8 layers, low-precision states and fused residual streams give the same bits as ZeRO-1.
+"""With fp8 layers, low-precision optimizer states and a fused residual stream, the results of ZeRO-2 and ZeRO-3 are
+bit-identical to those of ZeRO-1.
 
 With one micro-batch per rank, all sharding strategies add the same gradients in the same order, so their results are
 bit-identical.

@@ -39,7 +39,8 @@ MODELS = {
     "dropout": with_dropout(GPT, attention=0.0),
 }
 GIVEN = {
-    # The counts are those of two layers. The forward pass casts the inputs of fc1 and qkv. The backward pass casts the
+    # The numbers are for a model with two layers. The forward pass casts the inputs of fc1 and qkv. The backward pass
+    # casts the
     # gradients of proj, fc2 and qkv, and sums the bias gradients.
     ("gpt", True): {"inputs": 4, "casts": 4, "sums": 4},
     ("gpt", False): {"sums": 4},
@@ -53,8 +54,9 @@ GIVEN = {
     ("dropout", True): {"inputs": 1},
     ("dropout", False): {},
 }
-"""Numbers of input casts, gradient casts and bias gradient sums that are fused into neighbouring modules, per
-micro-batch, keyed by (model, fp8). The casts that SwiGLU makes for the linear layers of the MLP are not counted."""
+"""Expected numbers of operations that are fused into neighboring modules, per micro-batch, keyed by (model, fp8). The
+operations are casts of layer inputs, casts of output gradients, and sums of bias gradients. The casts that SwiGLU makes
+for the linear layers of the MLP are not counted."""
 
 
 def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.MonkeyPatch, gives: bool) -> list[Tensor]:

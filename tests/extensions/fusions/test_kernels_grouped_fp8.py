@@ -46,7 +46,7 @@ def drawn(seed: int) -> Iterator[tuple[list[int], int, int]]:
 
 
 def segments_of(counts: list[int]) -> tuple[Segments, Tensor]:
-    """Return the row segments of the experts, and the tile number at which each segment ends."""
+    """Return the ranges of rows of the experts, and the tile number at which each range ends."""
     segments = Segments.of_counts(torch.tensor(counts), True)
     return segments, segments.padded(TILE).ends // TILE
 

@@ -235,8 +235,8 @@ def test_casts_of_heads_compile_to_wide_loads_and_stores() -> None:
     for capability, name in ((80, "fp8e5"), (90, "fp8e5"), (90, "fp8e4nv")):
         given = types | {"casts": casts_of(name)}
         ptx = compiled(kernels.head_tiles, given, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
-        # A thread loads four groups of 32 elements: both halves, the cosines and the sines. Each group takes four loads
-        # of 16 bytes.
+        # A thread loads four groups of 32 elements: both halves, the cosines and the sines. Each group is loaded with
+        # four instructions of 16 bytes.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
 

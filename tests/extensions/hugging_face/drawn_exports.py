@@ -3,9 +3,9 @@ a reason.
 
     python -m tests.extensions.hugging_face.drawn_exports --draws 200 --seed 3
 
-A draw takes a tiny model of this program or of a Hugging Face family and gives legal values to up to three flags. Every
-family that can express the settings of the drawn model must export it. Weights and settings must be unchanged when the
-export is read, and the resulting model must compute the same logits bit for bit.
+For each draw, a tiny model of this program or of a Hugging Face family is chosen, and up to three of its flags are set
+to other valid values. Every family that can express the settings of the drawn model must export it. Weights and
+settings must be unchanged when the export is read, and the resulting model must compute the same logits bit for bit.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def test_the_text_model_of_a_gemma_4_folder_is_read(tmp_path: Path) -> None:
 
 
 def test_mxfp4_weights_are_read() -> None:
-    """Entire MXFP4 weights and parts of MXFP4 weights are read with the same values as in transformers. Blocks and
-    scales that do not match are refused."""
+    """MXFP4 weights are read with the same values as in transformers, whether they are read as a whole or in parts.
+    Blocks and scales that do not match are refused."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     settings = {**CASES["gpt-oss"][1], "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}

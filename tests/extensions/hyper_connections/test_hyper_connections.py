@@ -92,7 +92,7 @@ def test_only_streams_outputs_and_weights_are_saved() -> None:
 
 @pytest.mark.parametrize("config", [STREAMS, MEAN])
 def test_parameter_and_flop_counts(config: TransformerConfig) -> None:
-    """The projections of hyper-connections have their own parameters. Each weight of these projections costs 6 FLOPs
+    """The projections of hyper-connections have additional parameters. Each weight of these projections costs 6 FLOPs
     per token."""
     plain = with_fields(config, {"enable_mhc_connections": False})
     n, h = config.residual_size // config.hidden_size, config.hidden_size

@@ -1,5 +1,5 @@
-"""Texts from chat templates are compared with those of transformers. Invalid and malicious templates are also
-tested."""
+"""The texts that chat templates produce are compared with the texts that transformers produces. Invalid and malicious
+templates are also tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the KV cache. Texts that are read in parts have the same logits as texts that are read as a whole."""
+"""Tests of the KV cache. A model that reads a text in several parts computes the same logits as a model that reads the
+text as a whole."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def test_cached_decoding_supports_all_kinds_of_softmax(mixer: str, softmax: str,
 
 def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
     """Feed three texts to a model in parts of different lengths, with a cache of the earlier parts. Assert that the
-    logits equal those for whole texts. Then drop one of the texts from the cache and repeat the check for the
-    others."""
+    logits equal the logits of a model that reads each text as a whole. Then drop one of the texts from the cache and
+    repeat the check for the others."""
     model = GPTModel(config, FP64).eval()
     expected = model.logits(None, batch)
     assert expected.shape == (3, config.seq_length, config.vocab_size)

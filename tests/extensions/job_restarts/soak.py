@@ -119,7 +119,7 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
 def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
     """Return a line with the median duration in seconds of each phase of a restart. The phases of a restart are:
     detection of the failure, end of the ranks, exchange between the parent processes, fork of new ranks, and the first
-    step. The median times of the parts of startup are also listed."""
+    step. The median durations of the steps of startup are also listed."""
     lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
     starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
     pairs = list(zip(events, starts, strict=False))

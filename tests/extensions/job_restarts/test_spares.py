@@ -96,7 +96,7 @@ def test_without_spares_fewer_ranks_continue_under_another_layout(
     assert " 2 ranks continue with --tensor-model-parallel-size 1" in said
     run.assert_close(whole, 1e-9)
     (event,) = run.events("recovery")
-    # The copies in memory include those on the idle host.
+    # The in-memory checkpoint copies include the copies on the idle host.
     assert (event["rung"], event["source"]) == ("another layout in the job", "copies in memory")
     assert event["steps_lost"] <= 1
 

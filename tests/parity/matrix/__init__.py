@@ -155,7 +155,7 @@ def steps_of(combination: Combination) -> tuple[int, int]:
 
 @lru_cache
 def reference(alone: Combination, more: tuple[str, ...]) -> Snapshot:
-    """Train the model of a combination in one process."""
+    """Train the model of a combination in one process, and return a snapshot of the results."""
     with settings(alone):
         return train_in_world(1, [*alone.argv, *more], steps_of(alone)[0])
 

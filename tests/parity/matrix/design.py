@@ -39,9 +39,10 @@ def faults(combination: Combination) -> int:
     without effect, or a choice that makes the combination equivalent to another combination."""
     found = findings(parse_args(combination.argv), combination.world_size)
     said = sum("has a bubble" not in each.rule for each in found)
-    if combination["update"] == "two versions":  # this choice implies a schedule of its own
+    if combination["update"] == "two versions":  # with two versions of the weights, the update determines the schedule
         said += combination["schedule"] != FIRST["schedule"]
-    if combination["cp"] == "2by work":  # this choice reorders samples, which changes running means of the loads
+    # This choice reorders samples, which changes the running means of the expert loads.
+    if combination["cp"] == "2by work":
         said += combination["balancing"] in RUNNING_LOADS
     if combination["mlp"] == "dense":
         said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)
