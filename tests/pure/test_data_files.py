@@ -123,7 +123,8 @@ def test_many_similar_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(torch, "load", counted)
     assert loaded(tmp_path, tensors) == bits_of(tensors)
-    # Torch.load is called four times for the kinds with few tensors, and five times for the kind with many tensors.
+    # The reader calls torch.load four times for the kinds with few tensors, and five times for the kind with many
+    # tensors.
     assert calls[0] == 4 + 5
 
 

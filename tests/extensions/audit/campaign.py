@@ -42,8 +42,8 @@ def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: 
 
 
 def print_cost(steps: int) -> None:
-    """Train a wider model on two replicas with and without audits. Print the CPU time of an audited step divided by
-    that of a step without an audit."""
+    """Train a wider model on two replicas with and without audits. Print the CPU time of a step with an audit, divided
+    by the CPU time of a step without an audit."""
     wide = f"--hidden-size 256 --num-layers 4 --seq-length 128 --train-iters {steps + 2}"
     without, every = (audited(f"{wide} --audit-interval {interval}", 2).seconds for interval in (1000, 1))
     print(

@@ -70,8 +70,8 @@ def flip(x: Tensor, bit: int, place: int = 0) -> None:
 
 
 def audited(flags: str, world_size: int, flips: Sequence[Flip] = (), exact: bool = True) -> Audited:
-    """Train with faults, assert that all ranks received the same findings, and return the results of rank 0. `exact` is
-    --deterministic-mode."""
+    """Train with faults, assert that all ranks received the same findings, and return the results of rank 0. If `exact`
+    is True, the run uses --deterministic-mode."""
     words = f"{AUDITED} {'--deterministic-mode' if exact else ''} {flags}".split()
     config = resolve_legal(parse_args(words), world_size)
     found = run_world(world_size, _train, config, tuple(flips), timeout=LONGEST)

@@ -67,8 +67,8 @@ def test_held_best_incomplete_and_newest_checkpoints_are_kept(tmp_path: Path) ->
 
 
 def test_a_file_system_without_links_gets_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the file system does not support symbolic links, a text file names the best checkpoint. A full disk raises an
-    error."""
+    """If the file system does not support symbolic links, a text file names the best checkpoint. If the disk is full,
+    an error is raised instead."""
 
     def refuse(number: int) -> None:
         def symlink(*args: object, **kwargs: object) -> None:

@@ -37,7 +37,8 @@ def sgd(gradient: Gradient, steps: int, rate: Callable[[int], float]) -> list[Te
 
 
 def decayed(decay: Decay, end: int) -> Callable[[int], float]:
-    """Return a function that maps an iteration to the learning rate, for a run that decays from BRANCH to `end`."""
+    """Return a function that maps an iteration to the learning rate, for a run whose learning rate decays from
+    iteration BRANCH to iteration `end`."""
     config = OptimizerConfig(
         lr=LR,
         min_lr=decay.floor * LR,
@@ -92,8 +93,8 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_error_for_a_quadratic_loss_is_second_order(style: str) -> None:
-    """The run with decay computes its gradients at other weights than the run with a constant learning rate. The
-    emulation ignores this difference, so its error should be quadratic in the learning rate."""
+    """The run with decay computes its gradients at weights that differ from the weights of the run with a constant
+    learning rate. The emulation ignores this difference, so its error should be quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
     curvature = torch.linspace(0.2, 1, 6, dtype=torch.float64)
     for scale in (0.02, 0.01):
@@ -107,7 +108,8 @@ def test_the_error_for_a_quadratic_loss_is_second_order(style: str) -> None:
 
 
 def test_linear_decay_over_many_steps_weights_checkpoints_equally() -> None:
-    """The mean of the checkpoints equals a linear decay to zero (arXiv 2507.17634)."""
+    """The unweighted mean of the checkpoints emulates a linear decay of the learning rate to zero (arXiv
+    2507.17634)."""
     found = decay_weights(Decay("linear"), [0, 1000, 2000, 3000], [0, 1000, 2000, 3000])
     assert found == pytest.approx([1 / 6, 1 / 3, 1 / 3, 1 / 6], abs=1e-3)
     assert [after - before for before, after in pairwise(found[1:3])] == pytest.approx([0], abs=1e-12)

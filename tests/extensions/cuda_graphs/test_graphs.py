@@ -1,5 +1,6 @@
 """Tests of micro-batches that are recorded as CUDA graphs. On CPU, a fake recorder replaces CUDA graphs: each replay
-runs the recorded functions again and writes to the same memory. `tests/gpu/test_training.py` records on a GPU."""
+runs the recorded functions again and writes to the same memory. `tests/gpu/test_training.py` tests actual CUDA graphs
+on a GPU."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from megatron.extensions.observe.diagnosis.layer_stats.alarms import (
 
 
 def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, float]]:
-    """Return 150 records of 8 layers whose values differ in size and all grow, with noise between records and between
-    layers."""
+    """Return 150 records with one value for each of 8 layers. The values have different magnitudes and grow from record
+    to record, with noise between records and between layers."""
     sizes = [(layer, dice.uniform(0.1, 10)) for layer in range(8)]
     return [{n: size * (1 + trend) ** t * math.exp(dice.gauss(0, noise)) for n, size in sizes} for t in range(150)]
 

@@ -1,4 +1,5 @@
-"""Layer statistics (--log-layer-stats) match direct counts in one process and are equal under every layout."""
+"""Layer statistics (--log-layer-stats) match values that are computed directly in one process, and are equal under
+every layout."""
 
 from __future__ import annotations
 

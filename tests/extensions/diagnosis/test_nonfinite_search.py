@@ -67,7 +67,7 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
     assert again is not None and again.same_as(found)
     assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
     assert replay(folder) is None, "without the planted value, everything is finite"
-    # The folder is also a checkpoint of the state right before the step.
+    # The folder is also a checkpoint of the state right before the non-finite step.
     on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
     ((_, progress),) = run_world(1, skip, on, None, 2)
     assert progress == (8 * (iteration + 1), 1, 0)
@@ -96,7 +96,7 @@ def poison(run: TrainingRun) -> int:
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
-    # The output layer is untied: otherwise, every logit would be NaN at once.
+    # The output layer is untied, because a tied output layer would make every logit NaN.
     ((message, sample),) = run_world(1, message_of, config_of("--untie-embeddings-and-output-weights"), poison)
     assert sample > 0
     assert f"embedding.word_embeddings (rank 0, pipeline stage 0), micro-batch {sample // 2}, sample" in message

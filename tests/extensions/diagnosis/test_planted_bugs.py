@@ -82,13 +82,14 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
     table, tp = embedding.word_embeddings, run.runtime.state.tp
 
     def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
-        """args contains the tokens [b, s], and out has the shape [s/tp, b, h]."""
+        """Scale the embedding output `out` [s/tp, b, h] at some tokens. `args` contains the tokens [b, s]."""
         if run.progress.iteration < first - 1:
             return out
         own = args[0].t().chunk(tp.size)[tp.rank]
         return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    # The hook is prepended to run before the statistics hook, so that the statistics see the scaled output.
+    # The hook is prepended to run before the statistics hook, so that the statistics are computed from the scaled
+    # output.
     table.register_forward_hook(scaled, prepend=True)
 
 

@@ -1,5 +1,5 @@
-"""Tests of evaluation tasks that run on the model in training. The scores under every layout equal the scores of one
-process, and training is unaffected."""
+"""Tests of tasks on which a model is evaluated while it is trained. The scores under every layout equal the scores of
+one process, and training is unaffected."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def by_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def in_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return x [n, k] in fp64 after a cast in blocks of `rows` x 128, each scaled by a power of two."""
+    """Cast x [n, k] to fp8 in blocks of `rows` x 128 elements, each scaled by a power of two. Return the dequantized
+    values in fp64."""
     found = torch.empty(x.shape, dtype=torch.float64)
     for out_rows, x_rows in zip(found.split(rows), x.float().split(rows), strict=True):
         for out, block in zip(out_rows.split(128, dim=1), x_rows.split(128, dim=1), strict=True):
@@ -176,7 +177,8 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out:
 
 def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The test replaces the fp8
-    kernel of GPUs with an emulation, and checks that both ways give the same result."""
+    kernel of GPUs with an emulation, and checks that the emulated kernel and the CPU implementation give the same
+    result."""
     x, w = spread(48, 64), spread(32, 64)
     asked = []
 

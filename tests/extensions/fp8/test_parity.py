@@ -247,7 +247,7 @@ def test_overlapped_parts_are_cast_like_the_whole_tensor(recipe: str) -> None:
 
 
 def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
-    """Return the output bytes of this rank's parameter gathers in one step."""
+    """Return the total output size in bytes of the parameter all-gathers on this rank in one step."""
     found, start = [], param_and_grad_buffer.start_all_gather
 
     def counted(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:

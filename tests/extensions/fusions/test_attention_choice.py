@@ -44,8 +44,8 @@ def missing() -> None:
 
 
 def clock_of(seconds: dict[str, float]) -> Callable[[Callable[[], object]], float]:
-    """Return a clock that calls a function, and returns the entry of `seconds` for the name that this function
-    returns."""
+    """Return a simulated clock. The clock calls the function that is timed, which returns its own name, and returns the
+    entry of `seconds` for this name."""
     return lambda run: seconds[str(run())]
 
 

@@ -178,8 +178,8 @@ def compare(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_match_their_twin(cases: str) -> None:
-    """Each case compares outputs, all gradients and dropout masks. The cases cover odd lengths, grouped queries, head
-    widths, sliding windows, packed documents, attention sinks and ring attention."""
+    """Each case compares outputs, all gradients and dropout masks. The cases cover odd lengths, grouped queries,
+    different head widths, sliding windows, packed documents, attention sinks and ring attention."""
     interpreted()
     compare(FEW if cases == "few" else MANY)
     compare_masks()

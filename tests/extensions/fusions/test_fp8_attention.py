@@ -1,5 +1,5 @@
-"""Tests of attention with an fp8 forward pass. The tests cover the error, the interpreted Triton kernel, the compiled
-Triton kernel, calls of FlashAttention-3, the choice of a kernel, and planned memory."""
+"""Tests of attention with an fp8 forward pass. The tests cover the error of the results, the interpreted Triton kernel,
+the compiled Triton kernel, calls of FlashAttention-3, the choice of a kernel, and planned memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def check_kernel(device: str = "cpu") -> None:
         out, lse = kernels.fp8_attention_forward(*cast, d**-0.5, torch.float32)
         expected, expected_lse = Twin(d**-0.5).forward(cast, torch.float32)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
-        # Within one block of keys, the kernel and the definition round the weights relative to the same maximum.
+        # Within one block of keys, the kernel and the definition round the attention weights relative to the same
+        # maximum.
         error = ((out - expected).norm() / expected.norm()).item()
         assert error < (1e-3 if n <= 128 else KERNEL_ERROR / 2), (n, error)
 

@@ -125,8 +125,8 @@ def test_a_wrong_or_slow_kernel_is_not_used_and_reported_in_one_line(
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (1.06, False)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_may_skip_the_rounding_to_16_bits(dtype: torch.dtype, factor: float, kept: bool) -> None:
-    """In this test, the compiled cast converts fp32 values directly to fp8, whereas the other cast rounds them to bf16
-    first."""
+    """In this test, the compiled cast converts fp32 values directly to fp8, whereas the uncompiled cast rounds the
+    values to bf16 first."""
     x, said = torch.randn(4000, generator=torch.Generator().manual_seed(1)), list[str]()
     own, compiled = (lambda x: (factor * x.bfloat16()).to(dtype)), (lambda x: x.to(dtype))
     cast = FusedKernel(own, compiled, lambda x: True, lambda shapes: [(x,)], TOLERANCE)

@@ -23,8 +23,8 @@ WANTED = ((True, True), (True, False), (False, True))
 
 
 def matrices() -> Iterator[Tensor]:
-    """Yield matrices that contain every kind of number. Some matrices are strided, some are empty, and some have sizes
-    that are not multiples of a tile."""
+    """Yield matrices that contain numbers of many magnitudes, zeros, subnormal numbers and non-finite numbers. Some
+    matrices are strided, some are empty, and some have sizes that are not multiples of a tile."""
     generator = torch.Generator().manual_seed(3)
 
     def spread(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def matrices() -> Iterator[Tensor]:
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
 def test_interpreted_casts_match_their_twins(stride: int) -> None:
-    """No other test runs these operators on CPU tensors. By default, every fifth case is tested; these cases cover each
+    """No other test runs these operators on CPU tensors. By default, every fifth case is tested. These cases cover each
     matrix, and each combination of a format and an orientation. With --whole, all cases are tested."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 

@@ -22,8 +22,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def example(dtype: torch.dtype, width: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return logits [7, width] with one far larger than the others, and labels that include the last token of the
-    vocabulary."""
+    """Return logits [7, width], one of which is far larger than the others, and labels that include the last token of
+    the vocabulary."""
     torch.manual_seed(width)
     logits, labels = 4 * torch.randn(7, width), torch.randint(0, vocab_size, (7,))
     labels[0] = vocab_size - 1
@@ -55,8 +55,8 @@ def test_the_definition_matches_autograd(dtype: torch.dtype, width: int, vocab_s
 
 @apart(interpret=True)
 def test_interpreted_losses_and_gradients_match_the_definition() -> None:
-    """Some rows are shorter than a block; others span several blocks and end within a block. The number of rows exceeds
-    the number of kernel programs."""
+    """Some rows are shorter than a block. Other rows span several blocks and end within a block. The number of rows
+    exceeds the number of kernel programs."""
     from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels
 
     kernels.THREADS, kernels.EACH, kernels.WARPS = 16, 8, 1

@@ -167,8 +167,8 @@ MUTANTS = (
 
 
 def mutated(module: ModuleType, old: str, new: str, folder: str) -> ModuleType:
-    """Return a copy of the module in which the first `old` is replaced by `new`. The copy is loaded from a separate
-    file, because Triton reads source files."""
+    """Return a copy of the module in which the first occurrence of `old` is replaced by `new`. The copy is loaded from
+    a separate file, because Triton reads source files."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert old in source, old

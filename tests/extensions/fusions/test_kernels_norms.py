@@ -51,8 +51,8 @@ def cases() -> Iterator[Case]:
 
 
 def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the total, the normalized total, and the gradients of the total and the parameters. All results are
-    computed in fp32 by plain torch and autograd, and then rounded."""
+    """Return the sum of x and the update, the normalized sum, and the gradients of the sum and the parameters. The
+    normalized sum and the gradients are computed in fp32 by plain torch and autograd, and then rounded."""
     dtype = case.x.dtype
     total = case.x if case.update is None else case.x + case.update
     leaves = [part.float().clone().requires_grad_() for part in (total, case.weight, case.bias) if part is not None]

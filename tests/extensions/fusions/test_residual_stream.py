@@ -216,12 +216,13 @@ def test_compiled_regions_build_fused_layers() -> None:
 
 
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
-    """Run a training step.
+    """Run two training steps, and return two values.
 
-    The function returns two values. The first is a list with one boolean per layer, which is True if the layer leaves
-    its last addition to the next norm. The second is a tuple of two numbers: the largest number of sharding units (such
-    as layers) whose parameters are unsharded at the same time, and the largest number of units whose gradients are
-    unsharded.
+    The first value is a list with one boolean per layer, which is True if the first norm of the layer adds the deferred
+    update of the preceding layer. One more boolean states the same for the first layer after a forward hook has been
+    registered. The second value is a tuple of two numbers, measured in the second step: the largest number of sharding
+    units (such as layers) whose parameters are unsharded at the same time, and the largest number of units whose
+    gradients are unsharded.
     """
     with local_run(config_of(flags, world_size), rank, world_size) as run:
         train_step(run)
@@ -234,8 +235,8 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """The backward hooks of a layer run at the same points whether the layer has two input and output tensors or
-    one."""
+    """The backward hooks that shard a unit run at the same points whether its layers exchange one tensor, or two
+    tensors whose addition is deferred to the next norm."""
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
     assert found == [([True] * 4 + [False], (2, 2))] * 2

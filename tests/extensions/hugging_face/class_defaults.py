@@ -24,8 +24,8 @@ COMMON = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """Return the values that a class assumes for keys missing from a config.json, before it derives other values from
-    them."""
+    """Return the default values of a class for keys that are missing from a config.json. The defaults do not include
+    values that the class derives from other keys."""
     found = {}
     for each in dataclasses.fields(cls):
         if each.name not in COMMON:

@@ -87,7 +87,7 @@ def exact(model: Any) -> Any:
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).topk(buffer.shape[1]).indices)
         elif name.endswith("layer_scalar"):
-            # a bf16 value, as in published files, which fp32 represents exactly
+            # as in published files, the values are bf16 numbers, which fp32 represents exactly
             buffer.copy_((torch.rand_like(buffer) + 0.5).bfloat16())
         elif is_state(name):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
@@ -100,7 +100,7 @@ def exact(model: Any) -> Any:
 
 
 def is_state(name: str) -> bool:
-    """Return True if a buffer is saved in files and not trained."""
+    """Return True if `name` is the name of a buffer, which is saved in files but not trained."""
     return name.endswith(("e_score_correction_bias", "expert_bias", "tid2eid", "layer_scalar"))
 
 

@@ -44,8 +44,8 @@ BOTH, IN_ONLY, REFUSED, NO_TARGET, WRONG, ILLEGAL = (
 
 
 def tiny(model_type: str) -> dict[str, Any]:
-    """Return the settings of a family's tiny model. These are the common sizes, as far as the family's configuration
-    has their keys, and the special settings of the family."""
+    """Return the settings of a family's tiny model. These are the common sizes for which the family's configuration has
+    keys, and the special settings of the family."""
     usual = transformers.AutoConfig.for_model(model_type)
     known = usual.to_dict().keys() | type(usual).attribute_map.keys()
     sizes = {key: value for key, value in TABLES["sizes"].items() if key in known}

@@ -74,7 +74,7 @@ PART = (
     *("gpt2", "bloom", "llama3", "mixtral-window", "gemma3", "gpt-neox", "deepseek-v2", "llama4", "mimo-v2-flash"),
     *("qwen3-moe", "qwen3-next", "axk2", "gemma4"),
 )
-"""A selection of families. Together, they use every way of storing projections, experts and norms."""
+"""Families that together use every way of storing projections, experts and norms."""
 
 
 @pytest.mark.grid("case", PART, list(CASES))

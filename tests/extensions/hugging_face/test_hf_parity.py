@@ -51,7 +51,7 @@ INSTALLED = [
 """Families whose layers are provided by installed extensions."""
 
 ALONE = sorted({*INSTALLED} - {model_type for model_type, *_ in TABLES["cases"].values()})
-"""Families that have no case in the table. Only families whose layers are provided by installed extensions are
+"""Families that have no case in the table of cases. Only families whose layers are provided by installed extensions are
 included."""
 
 
@@ -90,7 +90,7 @@ WITHOUT_CACHE = ("qwen3_5_text", "qwen3_next", "nemotron_h")
 
 @pytest.mark.parametrize("family", [each for each in CACHED if each in INSTALLED])
 def test_greedy_text_with_a_cache_matches_transformers(family: str) -> None:
-    """The text generated token by token with a cache equals that of transformers."""
+    """The text that is generated token by token with a KV cache equals the text that transformers generates."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )

@@ -47,7 +47,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_under_a_layout_exports_and_resumes(mixtral: Path, tmp_path: Path) -> None:
-    """The learning rate is too small to change any weight, so the exported weights equal the loaded ones."""
+    """The learning rate is too small to change any weight, so the exported weights equal the loaded weights."""
     run = tmp_path / "run"
     files = ["--load", str(mixtral), "--save", str(run), "--save-interval", "1", "--keep-last", "1"]
     flags = [*files, "--export-hf-interval", "2", *TRAINING.split()]

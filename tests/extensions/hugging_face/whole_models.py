@@ -77,6 +77,6 @@ def model_of(read: Mapping[str, Tensor], config: TransformerConfig) -> GPTModel:
 
 
 def gradients_of(model: GPTModel, batch: Batch, divisor: Tensor | float = 1.0) -> dict[str, Tensor]:
-    """Return the loss gradients by parameter name, with zeros for parameters without a gradient."""
+    """Return the loss gradients, keyed by parameter name, with zeros for parameters without a gradient."""
     (model(None, batch) / divisor).backward()
     return {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()}  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ def test_two_layers_of_one_sublayer_are_one_layer_of_two(style: str) -> None:
     ours, theirs = GPTModel(config, FP64), GPTModel(hybrid, FP64)
 
     def name_of(name: str) -> str:
-        """Map a parameter name to the parameter's name in the model with two sublayers per layer."""
+        """Return the name that a parameter has in the model with two sublayers per layer."""
         if not name.startswith("decoder.layers."):
             return name
         number, rest = name.removeprefix("decoder.layers.").split(".", 1)

@@ -57,7 +57,7 @@ def rank_texts(rank: int, world_size: int, config: TransformerConfig, parallel: 
 
 
 def texts(config: TransformerConfig, parallel: ModelParallelConfig, state: ParallelState) -> Texts:
-    """Return the generated texts, or an empty list on follower ranks."""
+    """Return the generated texts on the rank that leads the generation, and an empty list on all other ranks."""
     layout, stages = pipeline_layout(config, parallel), pipeline_stages(config, parallel)
     tied = tied_stages(config, layout)
     models = {

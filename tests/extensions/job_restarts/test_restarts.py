@@ -324,8 +324,8 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path, undisturbed: Run) -> 
 def test_a_signal_near_a_start_saves_the_copies(faults: tuple[Planned, ...], tmp_path: Path, undisturbed: Run) -> None:
     run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(*faults, code=75)
-    # The checkpoint is of iteration 3 if a rank had already begun step 3, and of iteration 1 if the copies of step 2
-    # were incomplete.
+    # The checkpoint is from iteration 3 if a rank had already begun step 3, and from iteration 1 if the copies of step
+    # 2 were incomplete.
     assert re.search("saved checkpoint at iteration [123] to", said)
     assert "SIGTERM on rank" in said
     assert "what to do: " not in said and "if the ranks are not started again automatically" in said

@@ -97,7 +97,8 @@ def test_table_values_are_tagged_with_their_row_number() -> None:
 def test_a_resumed_run_hides_only_the_records_that_it_rewrites(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((1, 6), (4, 12), (11, 14)):  # only the second run hides a record by rewriting its step
+    # Only the second run rewrites a step that has a record, and hides this record.
+    for first, last in ((1, 6), (4, 12), (11, 14)):
         run(tmp_path, first, last, tensorboard_dir=str(tmp_path / "board"))
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()

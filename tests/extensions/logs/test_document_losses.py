@@ -29,7 +29,7 @@ Means = dict[tuple[str, int], tuple[int, float]]
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    """Write two sources. Document n of each source repeats one token that identifies the document."""
+    """Write two data sources. Document n of each source repeats one token that identifies the document."""
     one, two = (
         write_documents(tmp_path / name, (np.full(3 + n % 5, low + n) for n in range(24)))
         for name, low in (("one", 0), ("two", 25))
