@@ -33,7 +33,7 @@ def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
 
 @pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a bug in layer 2, but only on ranks that shard matrices. An environment variable selects the bug."""
+    """Plant a bug in layer 2 if the layer is tensor-parallel. An environment variable selects the bug."""
     build = TransformerLayer.__init__
 
     def init(self: TransformerLayer, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -130,7 +130,7 @@ def test_ranks_end_with_their_parent_process() -> None:
     command = [sys.executable, str(ROOT / "tools/compare_layouts.py"), "--a", "", "--b", "--tp 2", "--steps", "100000"]
     with subprocess.Popen([*command, "--", *MODEL], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # the first line of output is printed when the run of --a starts
+        process.stdout.readline()  # the tool prints its first line when it starts the run with the flags of --a
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         ranks = wait_for(lambda: children.read_text().split())
         process.kill()

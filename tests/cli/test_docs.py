@@ -36,8 +36,8 @@ TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON_BLOCK = re.compile(
     r"(?:^<!-- python\n((?:(?!-->)[^\n]*\n)*)-->\n\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-"""Pattern with two groups. The first group is the rest of the program from the comment before a Python block, if there
-is such a comment. The second group is the block itself."""
+"""Pattern of a Python block, with two groups. The first group is the content of the comment before the block, if there
+is such a comment. The second group is the content of the block."""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 

@@ -1,5 +1,5 @@
-"""Tests of scripts/gpu_first_hour.sh and its documentation page. One part of the script runs without a GPU. For all
-parts, a substitute for python records the commands instead of running them."""
+"""Tests of scripts/gpu_first_hour.sh and its documentation page. The tests run one part of the script without a GPU. In
+the other tests, a substitute for python records the commands of all parts instead of running them."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def test_a_part_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 def write_figures_of_a_gpu(folder: Path) -> None:
-    """Write files like those that the script writes on a GPU: the figures of the tiny model with the values that only a
-    GPU can measure, rows of other measurements, a truncated file, and the end of pytest's output."""
+    """Write files like those that the script writes on a GPU. The results of the tiny model receive the values that
+    only a GPU can measure. The other files contain rows of other measurements, a truncated JSON object, and the end of
+    pytest's output."""
     (run,) = json.loads((folder / "tiny.json").read_text())["rows"]
     spread = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
     run |= {"layers": 8, "tokens_per_second": spread, "tflops": 600.0, "mfu": 0.606, "of_products": 0.8}
@@ -104,7 +105,7 @@ def write_figures_of_a_gpu(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Commands of all parts of the script, recorded as they would run on a GPU."""
+    """The python commands of all parts of scripts/gpu_first_hour.sh, recorded as they would run on a GPU."""
 
     out: Path
     words: list[list[str]]

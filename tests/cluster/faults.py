@@ -114,15 +114,15 @@ class Run:
         return [log.read_text(errors="replace") if log.exists() else "" for log in logs]
 
     def since(self, before: Sequence[int]) -> list[str]:
-        """Return the text that each host has printed since its output had the length given in `before`."""
+        """Return the text that each host has printed since `marks` returned `before`."""
         return [screen[start:] for screen, start in zip(self.screens(), before, strict=True)]
 
     def marks(self) -> list[int]:
         return [len(screen) for screen in self.screens()]
 
     def last_world(self, before: Sequence[int]) -> int:
-        """Return the number of ranks in the latest start of the run that has logged a step since the outputs of the
-        hosts had the lengths `before`. Return 0 if no start has logged a step since then."""
+        """Return the largest number of ranks with which the run has started and logged a step since `marks` returned
+        `before`. Return 0 if no start has logged a step since then."""
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
@@ -142,8 +142,7 @@ class Run:
 
 
 def crowding() -> float:
-    """Return the recent load average of this machine, divided by the number of processors, or 1 if the quotient is
-    smaller."""
+    """Return the recent load average of this machine per processor, but at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

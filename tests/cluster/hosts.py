@@ -51,7 +51,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @cache
 def missing() -> str:
-    """Return the reason why this machine cannot create a box, or "" if it can."""
+    """Return the reason why this machine cannot simulate hosts, or "" if it can."""
     if os.geteuid() != 0:
         return "hosts of their own need root"
     lacking = [f"{name} ({package})" for name, package in PROGRAMS.items() if not shutil.which(name, path=SEARCHED)]

@@ -50,7 +50,7 @@ def write_other_data(prefix: Path) -> None:
 def test_hosts_without_a_shared_disk_train_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # enough, because no file system in a box caches directories
+    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # short, because the simulated hosts do not cache directories
     text = write_data(tmp_path / "alone" / "text")
     run_forked(1, [*FLAGS, "--data-path", str(text), "--save", str(tmp_path / "one")], tmp_path / "screen")
     disk, shared = tmp_path / "disk", tmp_path / "shared"

@@ -84,8 +84,7 @@ def root_of(x: Tensor) -> Tensor:
 
 
 def oracle_of(state, kind: str) -> Oracle:
-    """Return the reference optimizer. In the case of Shampoo, torch's AdamW updates all parameters that are not
-    matrices."""
+    """Return the reference optimizer. For Shampoo, torch's AdamW updates all parameters that are not matrices."""
     oracle = Oracle(state, lambda groups: torch.optim.SGD(groups, lr=LR))
     metas = {id(param): oracle.metas[name] for name, param in oracle.params.items()}
     groups = [{"params": group["params"]} for group in oracle.optimizer.param_groups]
@@ -179,8 +178,8 @@ def test_a_skipped_step_changes_no_state(kind):
 
 
 class Count(Transform):
-    """Transform that has a state of every kind, with different dtypes. Each element of a state is the number of updates
-    so far."""
+    """Transform whose states cover all kinds (per element, reduced, and per matrix) and several dtypes. Each element of
+    a state is the number of updates so far."""
 
     def states(self, meta):
         found = [elements("ones", meta, "bfloat16"), reduced("one", meta, dtype="float32")]

@@ -65,8 +65,8 @@ def module_of(*metas: ParamMeta) -> nn.Module:
 
 
 def misfit(rank: int, world_size: int, root: Path) -> str:
-    """Load a missing key on rank 0 and a tensor of the wrong shape on rank 1, and return the error message. On every
-    rank, the message must name both errors."""
+    """Try to load a missing key on rank 0 and a tensor of the wrong shape on rank 1, and return the error message. On
+    every rank, the message must name both errors."""
     state = initialize_model_parallel()
     module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,), role="vector"))
     with pytest.raises(ValueError, match="does not fit") as error:

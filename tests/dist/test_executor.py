@@ -76,8 +76,8 @@ def test_a_rank_runs_exactly_its_list(schedule: str, p: int, v: int, m: int) -> 
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), CASES[:4])
 def test_message_lanes_change_no_result(schedule: str, p: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test uses four process groups for the messages, as with NCCL. The results must be the same as with a single
-    group."""
+    """The test uses four process groups for the messages, as a run with the NCCL backend does. The results must be the
+    same as with a single group."""
     plain, build = train_in_world(p, flags_of(schedule, p, m), steps=1), parallel_state.build_parallel_state
 
     def build_with_lanes(*args: Any) -> parallel_state.ParallelState:

@@ -53,7 +53,7 @@ def test_load_and_losses_are_logged_alike_under_every_layout(tmp_path: Path) -> 
         )
         assert 0 < record["moe_dropped"] < 1
         assert record["moe_z_loss"] > 0
-    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 would mean that the loads are balanced
+    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # the loss is 1 if all experts have the same load
     for (world_size, _), (record, _) in zip(LAYOUTS.values(), (first, *others), strict=True):
         flops_of_token = world_size * record["tflops_per_device"] / record["tokens_per_second"]
         assert flops_of_token == pytest.approx(first[0]["tflops_per_device"] / first[0]["tokens_per_second"])

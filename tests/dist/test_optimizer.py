@@ -87,8 +87,8 @@ def test_bf16_has_fp32_main_parameters(distributed):
 
 
 def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
-    """Run four steps. In the third step, one rank has a non-finite gradient: Inf if the dtype is fp16, and NaN if it is
-    fp64."""
+    """Run four steps. In the third step, one rank has a non-finite gradient. The gradient contains Inf if the dtype is
+    fp16, and NaN if the dtype is fp64."""
     state = build_parallel_state(ParallelDims(tp=2, dp=2), rank)
     scaler = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 2}
     ddp, optimizer = build(state, distributed, dtype=dtype, optimizer=kind, **scaler)
@@ -138,7 +138,8 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(distributed, dtype, ki
 
 
 def empty_stage(rank, world):
-    """A pipeline rank without layers has no parameters, but must still take part in collectives."""
+    """Run one step in which pipeline rank 1 has no layers and therefore no parameters. This rank must still take part
+    in collectives."""
     state = build_parallel_state(ParallelDims(pp=world), rank)
     ddp, optimizer = build(state)
     assert bool(ddp.params) == (rank != 1)

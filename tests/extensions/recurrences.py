@@ -1,5 +1,5 @@
-"""Shared helpers for tests of linear attention: packed documents, a scalar that depends on all results, chunks and
-FLOPs."""
+"""Helpers for tests of linear attention. They create operands and packed documents, reduce all results to a scalar,
+compare chunked computations with recurrences, and count FLOPs."""
 
 from __future__ import annotations
 

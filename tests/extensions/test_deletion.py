@@ -105,7 +105,7 @@ def deleted_together() -> Iterator[frozenset[str]]:
     draw = Random(0)
     sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
     sets += [with_users([name]) for name in NAMES]
-    # maps each extension to those that have not yet been tested without it
+    # maps each extension to the extensions that have not yet been tested without it
     untried = {name: frozenset(NAMES) - with_users([name]) for name in NAMES}
     while any(untried.values()):
         best = max(sets, key=lambda gone: sum(len(untried[name] - gone) for name in gone))

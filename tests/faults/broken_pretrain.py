@@ -1,6 +1,6 @@
 """Run `pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks the rank at the start of the step and writes the time
-to FAULT_FILE. With FAULT_ONCE, the fault strikes only if this file does not exist. SLOW=PART slows down the part PART
-of the work on all ranks.
+to FAULT_FILE. With FAULT_ONCE, the fault strikes only if this file does not exist. SLOW=PART slows down one part of the
+work (see `slow_down`) on all ranks.
 
 PACE adds a pause of this many seconds before each step. HOLD=data or HOLD=publish pauses rank 0 of the first start for
 some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. This program must

@@ -43,7 +43,8 @@ WRONG: list[Any] = [None, [], {}, "x", 10**40, float("nan"), -7, 0.5, True, [[{"
 entry."""
 
 ANYTHING = ("origin", "layout", "callbacks", "rng", "metrics", "config", "model_of_run", "converted")
-"""Entries that may contain arbitrary data of a program or an extension, or of which readers use only the known part."""
+"""Entries that may contain any value: some contain data of a program or an extension, and readers use only the known
+parts of the others."""
 
 Place = tuple[str | int, ...]
 
@@ -98,8 +99,9 @@ def saved(run_folder: Path, tmp_path: Path) -> Saved:
 
 
 def readers(root: Path) -> list[Callable[[], object]]:
-    """Return functions that read a checkpoint's metadata without reading tensors. The functions resume a run (its
-    flags, plan and state), inspect or convert the checkpoint, and write a report."""
+    """Return functions that read a checkpoint's metadata without reading tensors. The functions read the metadata as
+    the following programs do: a run that resumes (flags, plan and state), the tools that inspect and convert
+    checkpoints, and the tool that plots metrics."""
     run = parse_args([*MODEL, "--train-iters", "4", "--load", str(root), "--save", str(root)])
     asks = replace(run.checkpoint, use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
 

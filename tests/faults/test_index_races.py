@@ -112,7 +112,8 @@ def whole(cache: Path) -> bool:
 
 
 def two_jobs(folder: Path, rounds: int) -> None:
-    """Two jobs with different seeds run at once, and all their processes build index files in the same folder."""
+    """Two jobs with different seeds run at the same time, and all their processes build index files in the same
+    folder."""
     seeds = [1, 2] * (PROCESSES // 2)
     prefix = write_data(folder / "data" / "x")
     expected = {seed: {digest_of(prefix, folder / "alone", seed)} for seed in set(seeds)}

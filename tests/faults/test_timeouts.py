@@ -116,8 +116,8 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
 
 
 def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a recorded failure of this start counts. Failures of earlier starts or other launchers, and files of other
-    programs, are ignored."""
+    """A process reads only failures that were recorded since it started. Failures of earlier starts or of other
+    launchers are ignored. Files of other programs are also ignored."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert left_failure("host", 1) is None
     leave_failure("host", 1, "taken")
@@ -156,7 +156,7 @@ def test_a_rank_that_is_stopped_at_start_up_is_named(tmp_path: Path) -> None:
 
 
 def test_the_death_of_the_rank_that_holds_the_store_is_reported(tmp_path: Path) -> None:
-    """Without torchrun, the process of rank 0 holds the store."""
+    """Without torchrun, the rendezvous store runs in the process of rank 0."""
     screen = tmp_path / "screen"
     flags = [*MODEL, "--pp", "1", "--log-interval", "1"]
     with forked_ranks(2, flags, screen) as ranks:

@@ -98,7 +98,7 @@ def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> N
         yield from unwritable(config)
 
     def prepare(rank: int) -> None:
-        initialize.unwritable = late  # replaced only in the process of the rank
+        initialize.unwritable = late  # replace the function only in the process of this rank
 
     assert message in run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2, prepare=prepare)
 

@@ -1,5 +1,5 @@
-"""Compute a single sum over all ranks: `torchrun ... tests/gpu/first_sum.py nccl`. This is the shortest program that
-shows whether NCCL works."""
+"""Compute a single sum over all ranks. The command `torchrun ... tests/gpu/first_sum.py nccl` runs the shortest program
+that shows whether NCCL works."""
 
 from __future__ import annotations
 

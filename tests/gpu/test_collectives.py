@@ -1,7 +1,7 @@
 """Every collective of `megatron.core.collectives` and its backward pass are compared with their definitions on each
 backend.
 
-Operands contain integers, so that sums have the same bits in any order of terms.
+Operands contain integers, so that a sum is bit-identical for any order of its terms.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
         side.wait_stream(torch.cuda.current_stream())
     pending = list[collectives.Pending]()
     for k in range(ON_STREAMS):
-        with torch.cuda.stream(side):  # does nothing if `side` is None
+        with torch.cuda.stream(side):  # has no effect on a CPU, where `side` is None
             square = square @ square
         pending.append(collectives.start_all_reduce_(part * (k + 1), axis))
     sums = [each.wait() for each in reversed(pending)]

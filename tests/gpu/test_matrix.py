@@ -1,8 +1,8 @@
 """Run the parity matrix on a GPU. Some combinations use one rank. In the other combinations, several ranks share the
 GPU and communicate over gloo or NCCL.
 
-Each combination is compared with one process on the CPU, in fp64 and without dropout, because the devices draw
-different masks.
+Each combination is compared with one process on the CPU. All runs use fp64. They do not use dropout, because the CPU
+and the GPU draw different dropout masks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def on_device(device: str) -> Callable[[RunConfig, int, int], Runtime]:
 def train_all(rank: int, world_size: int, combinations: Sequence[Combination], ranks: Ranks, folder: Path) -> None:
     """Train all combinations, and write the results of each combination to a file. For a combination that fails, write
     the traceback instead. One process per rank runs all combinations, because initializing the GPU in each process
-    takes long."""
+    takes a long time."""
     if ranks.device == "cuda":
         torch.cuda.set_device(0)
         for name in ON_HOST:

@@ -29,7 +29,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_activations_match_the_plan(name: str, kind: str) -> None:
     """The planned memory equals the measured memory to within one percent. Kernels keep a few additional values, such
-    as random generator states. Nothing is compiled, because the test cannot see the memory of compiled regions."""
+    as random generator states. The test disables compilation, because it cannot measure the memory of compiled
+    regions."""
     model = replace(MODELS[name], **RECOMPUTE[kind])
     batch = MicroBatch(model, ModelParallelConfig(bf16=True, compile=False), 2, "cuda")
     kept, on_host = kept_by(batch, WHOLE, ParallelState())

@@ -98,7 +98,7 @@ ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-te
 def test_graphs_and_offloading_train_alike(flags: str, more: str, tolerance: float, tmp_path: Path) -> None:
     """Runs with CUDA graphs and offloaded activations are bit-identical to runs without them."""
     shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
-    if FUSIONS not in more:  # with fusions, each process could choose different kernels at startup
+    if FUSIONS not in more:  # with fusions, two runs could choose different kernels at startup
         shared += ["--no-fusions", *([] if "--fp32" in flags else ["--attention-backend", "flash"])]
     plain = losses(tmp_path / "plain.jsonl", 1, *shared)
     assert losses(tmp_path / "other.jsonl", 1, *shared, *more.split()) == pytest.approx(plain, rel=tolerance, abs=0)

@@ -1,4 +1,5 @@
-"""Test the referee on faults planted in this program: for each mutant, the referee judges the step dump of a run.
+"""Test the referee on faults that are planted in this program. For each mutant, the referee judges the step dump of a
+run.
 
     python -m tests.referee.planted                        all mutants: one row each, and the counts
     python -m tests.referee.planted 'Sinks get no' Rotary  mutants whose names begin with these texts
@@ -51,7 +52,8 @@ def one_step(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def judged(mutant: Mutant | None, folder: Path, flags: Sequence[str], world_size: int) -> dict[str, object]:
-    """Return the referee's judgement of the first step of a run. If `mutant` is None, the run has no fault."""
+    """Return the referee's judgement of the first step of a run. If `mutant` is None, no fault is planted in the
+    run."""
     dump = ["--dump-step", "1", "--dump-step-dir", str(folder / "step"), *WITHOUT_DROPOUT]
     config = resolve_legal(parse_args([*flags, *dump]), world_size)
     with planted(mutant) if mutant is not None else contextlib.nullcontext():

@@ -103,8 +103,9 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """The test counts the FLOPs per token of a sample with several chunks. The FLOPs of the scores of a group, the
-    weighted sums, the writes and reads of the states, and the projections count three times."""
+    """The test counts the FLOPs per token of a sample with several chunks. The backward pass needs twice as many FLOPs
+    as the forward pass for the scores of a group, the weighted sums, the writes and reads of the states, and the
+    projections."""
     own = replace(MAMBA.options(MambaFlags), mamba_chunk_size=8)
     shape = {"num_layers": 1, "hybrid_layer_pattern": "M", "seq_length": 32}
     one = with_fields(MAMBA.with_options(own), shape)

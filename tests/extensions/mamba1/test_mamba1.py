@@ -85,8 +85,9 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """In the FLOPs per token, the three projections and reading the states count three times. The gradient of B and the
-    gradient of C each count once."""
+    """The FLOPs of the three projections in a step are three times those of the forward pass. Reading the states is one
+    GEMM in the forward pass. In the backward pass, there are three GEMMs of the same size: for the gradients of the
+    inputs, B and C."""
     hidden, channels, states, rank = 32, 48, 5, 3
     projections = 3 * hidden * channels + channels * (rank + 2 * states) + channels * rank
     read = 2 * channels * states * (1 + 3)

@@ -207,8 +207,8 @@ def test_buffer_offsets_match_megatron(bucket: int | None, apart: bool, places: 
 
 
 def test_tied_embeddings_have_a_separate_bucket() -> None:
-    """The other parameters in the buffer end at a multiple of 64, where the embedding would begin without its own
-    bucket."""
+    """The other parameters in the buffer end at a multiple of 64. If the embedding did not have a separate bucket, it
+    would begin there."""
     assert layout_of([("embedding.word_embeddings.weight", 10), ("b", 70)], None, True) == ([128, 0], 138)
 
 

@@ -172,8 +172,8 @@ def lie(name: str, value: object) -> Callable[[Path], None]:
 
 
 def save_by_buckets(folder: Path) -> None:
-    """Set the state format to dp_reshardable and remove the optimizer's tensors, so that only the model's tensors
-    remain."""
+    """Set the optimizer's state format in a checkpoint to dp_reshardable, and remove the optimizer's tensors from the
+    checkpoint, so that only the model's tensors remain."""
     common = torch.load(folder / "common.pt", weights_only=False)
     common["optimizer"]["param_state_sharding_type"] = "dp_reshardable"
     torch.save(common, folder / "common.pt")

@@ -43,8 +43,8 @@ def test_written_names_are_read_back(style: str) -> None:
 
 
 def test_kinds_of_channels_are_separate() -> None:
-    """The weight has two groups. Each group has two channels of x, and one channel each for z, B, C and the step
-    size."""
+    """The rows of an input projection of Mamba-2 form two groups. Each group has two channels of x, and one channel
+    each for z, B, C and the step size."""
     way = Way(("z", "x", "B", "C", "dt"), kinds=(1, 2, 1, 1, 1))
     tensors = [torch.tensor([rows]).t() for rows in ([0, 6], [1, 2, 7, 8], [3, 9], [4, 10], [5, 11])]
     assert torch.equal(way.whole(tensors, (2, 6, 1)), torch.arange(12).view(2, 6, 1))

@@ -191,7 +191,8 @@ def test_every_current_megatron_flag_is_known() -> None:
 
 @pytest.mark.parametrize("kind", [TRANSLATED, NO_EFFECT, REFUSED])
 def test_every_current_megatron_flag_is_answered_with_a_reason(kind: str) -> None:
-    """For each flag, the program prints a line that begins with the flag and a colon or names the equivalent flags."""
+    """For each flag, the program prints one line that begins with the flag. The line names the equivalent flags, or
+    states why the flag has no effect or is refused."""
     signs = {TRANSLATED: " is read as --", NO_EFFECT: " has no effect: ", REFUSED: ": "}
     usual = {name for name, entry in TABLE.entries.items() if isinstance(entry, SameAs) and entry.quiet}
     for row in HEAD:

@@ -180,7 +180,7 @@ def test_options_of_sbatch_are_translated(tmp_path: Path, capsys: pytest.Capture
 
 
 ALLOCATIONS = {
-    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # as in the published 8B hybrid model
+    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # from the published 8B hybrid model
     (10, 0.2, 0): "MMM*MM*MMM",
     (10, 0, 0.3): "MM-MMM-MM-",
     (10, 0.3, 0.2): "MM*M-*M*M-",

@@ -100,8 +100,8 @@ DOWN, UP, LATENT_NORM, PROJECTION = (
 
 
 def test_constant_widths_have_separate_factors() -> None:
-    """The multipliers depend on the fan-in of each matrix (table 8). The hidden size is four times that of the base
-    model, but the width of MLPs or latents is unchanged."""
+    """The multipliers depend on the fan-in of each matrix (table 8 of arXiv 2203.03466). The hidden size is four times
+    that of the base model, but the width of MLPs or latents is unchanged."""
     own = "--ffn-hidden-size 64 --mup-base-widths ffn-hidden-size=64"
     wanted = {HIDDEN: (1 / 4, 1, 4), RESIDUAL: (1, 1 / 4, 1), FC1_BIAS: (1, 1, 0), NORM: (1, 1 / 4, 0)}
     assert rates(f"{BASE} {own}", *wanted) == wanted
@@ -126,7 +126,7 @@ def test_initial_values_match_the_papers() -> None:
     assert stds(flags, RESIDUAL) == pytest.approx([0.05 / sqrt(8)])
     assert stds(f"{flags} {EXPERTS}", ROUTER) == pytest.approx([0.025])
     deep = [stds(f"{flags} --mup-base-num-layers 1 --num-layers {layers}", RESIDUAL)[0] for layers in (1, 4, 16)]
-    assert deep == pytest.approx([0.05 / sqrt(2)] * 3)  # the base model has the same standard deviation
+    assert deep == pytest.approx([0.05 / sqrt(2)] * 3)  # the standard deviation does not depend on the depth
 
 
 def test_multipliers_follow_the_sizes() -> None:
@@ -186,7 +186,8 @@ def test_problems_state_a_remedy(flags: str, message: str) -> None:
 
 
 def test_factors_match_megatron_lm() -> None:
-    """The factors are those of Megatron-LM (commit 0044db1f), except where this program follows the papers."""
+    """The multipliers and initial values under muP equal those of Megatron-LM (commit 0044db1f), except where this
+    program follows the papers."""
     width = 4.0
     found = rates(f"{BASE} --qk-layernorm", *ADAM)
     assert found[HIDDEN][:2] == found[RESIDUAL][:2] == (1 / width, 1 / width)

@@ -1,7 +1,7 @@
 """Learning rates and weight decays of an MLP and a transformer equal those of Microsoft's package mup 1.0.0.
 
 `mup_1_0_0.json` holds the package's values. If the package `mup` is installed, the test also compares the results with
-the package itself, and `python -m tests.extensions.mup.test_package` writes the file.
+the package itself. In this case, `python -m tests.extensions.mup.test_package` can write the file again.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def test_rates_and_decays_match_the_package(model: str, optimizer: str) -> None:
 
 
 def test_logits_have_the_same_factor_as_in_the_package() -> None:
-    """`MuReadout` multiplies by the base width divided by the width, and draws its weight independently of the
-    width."""
+    """The output layer of the package (`MuReadout`) multiplies the logits by the base width divided by the width. The
+    initial values of its weight do not depend on the width."""
     config = config_of(MODELS["untied"], 64)
     assert config.model.logits_scaling == 4
     (meta,) = (each for each in metas_of("untied").values() if each.role == "output")

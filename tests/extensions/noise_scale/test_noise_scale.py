@@ -129,8 +129,8 @@ def test_layouts_measure_the_same(layout: str) -> None:
 
 
 def test_experts_count_with_the_samples_that_reach_them() -> None:
-    """With two expert-parallel ranks, the small batch of an expert has two samples, and the small batch of other
-    weights has one."""
+    """With two expert-parallel ranks, the estimate for an expert uses a small batch of two samples. For all other
+    weights, the small batch has one sample."""
     ((_, gradients),) = run_world(1, literal, config_of(EXPERTS, 1), 3)
     found = run_world(2, measured, config_of(f"{EXPERTS} --expert-model-parallel-size 2", 2), 3)
     assert found[0] == found[1]

@@ -57,7 +57,8 @@ def write(root: PurePath, first: int, writer: int) -> None:
 
 def check(root: PurePath, saved: Mapping[int, int]) -> int:
     """Verify the published folders. `saved` maps the number of each folder that was reported as saved to the folder's
-    last writer. Return the number of published folders. Raises AssertionError if a folder is missing or wrong."""
+    last writer. Return the number of published folders. The function raises AssertionError if a folder is missing or
+    wrong."""
     folders = saved_folders(root)
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, but found {sorted(folders)}"
     for number, folder in folders.items():

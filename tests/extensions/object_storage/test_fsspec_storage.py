@@ -120,7 +120,7 @@ def test_an_object_is_replaced_only_if_unchanged(storage: AttemptStorage) -> Non
     storage.replace(file, b"2", b"1")
     with pytest.raises(FileExistsError):
         storage.replace(file, b"3", b"1")
-    storage.replace(file, b"2", b"1")  # succeeds, like a repeated request whose first answer was lost
+    storage.replace(file, b"2", b"1")  # succeeds, because the file already contains b"2"
     with pytest.raises(FileExistsError):
         storage.replace(ROOT / "gone", b"2", b"1")
     assert storage.read(file) == b"2"

@@ -185,8 +185,8 @@ def test_a_full_disk_only_costs_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_shards_merge_to_the_dataset_of_one_machine(port: int, tmp_path: Path) -> None:
-    """Shards are made from a JSON lines file that is divided among the shards and from a compressed file that cannot be
-    split. The shards are written to a URL and read from it."""
+    """Shards are made from two files: a JSON lines file, which is divided among the shards, and a compressed file,
+    which cannot be divided. The shards are written to a URL and read from this URL."""
     random = np.random.default_rng(4)
     letters = np.array(list("abcdefgh "))
     lines = [json.dumps({"text": "".join(random.choice(letters, int(random.integers(1, 900))))}) for _ in range(3000)]

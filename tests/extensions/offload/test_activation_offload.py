@@ -123,7 +123,7 @@ def test_buffers_are_reused_and_freed_with_graphs_that_have_no_backward() -> Non
     model(None, batch_of(model)).backward()
     after_one = offload.pool.nbytes
     for _ in range(2):
-        model(None, batch_of(model))  # no backward pass runs for this loss
+        model(None, batch_of(model))  # discard the loss without a backward pass
         model(None, batch_of(model)).backward()
     assert offload.pool.nbytes == after_one
     pending = model(None, batch_of(model))

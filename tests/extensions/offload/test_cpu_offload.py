@@ -126,7 +126,7 @@ def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
 
 
 def held(run: TrainingRun) -> list[torch.Tensor]:
-    """Return a list of copies of all optimizer states and parameters."""
+    """Return copies of all optimizer states and parameters."""
     found = [piece.data for piece in run.optimizer.sharded_state()] + [param.data for param in run.ddp.params]
     return [tensor.clone() for tensor in found]
 
@@ -140,8 +140,8 @@ def test_a_skipped_step_changes_nothing_on_device_and_host(flags: str) -> None:
 
 
 def test_states_are_placed_by_the_fraction_and_in_order() -> None:
-    """The states of the buckets that the backward pass completes first are placed in host memory. These buckets are cut
-    into ranges of at most `HOST_CHUNK` elements that begin at multiples of `ALIGNMENT`."""
+    """The optimizer states of the buckets that the backward pass completes first are in host memory. A rank's shard of
+    such a bucket is split at multiples of `ALIGNMENT` into ranges of at most `HOST_CHUNK` elements."""
     metas = [(ParamMeta(f"layers.{i}.w", (30, 40), {}, role="hidden"), (30, 40)) for i in range(6)]
     metas += [(ParamMeta("norm.weight", (40,), {}, role="norm"), (40,))]
     for ranks in (1, 3):

@@ -45,8 +45,8 @@ def planned(flags: str) -> RankMemory:
 
 
 def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
-    """At most the parameters of two units and the gradients of three units are on the device at once. Norms and
-    activations always stay on the device."""
+    """The device holds the parameters of at most two sharding units (such as layers) and the gradients of at most three
+    sharding units at the same time. Norms and activations always stay on the device."""
     rank = planned(LLAMA_8B)
     flying, memory = rank.plan.in_flight, rank.plan.memory
     assert flying.parameters == 2 * (VOCABULARY + LAYER) and flying.gradients == 4 * (VOCABULARY + 2 * LAYER)
@@ -94,7 +94,7 @@ def test_the_step_of_llama_8b_waits_for_copies_and_for_the_host() -> None:
     fast = predict_step(config, 1, replace(device, host_gb_per_second=1e6), cache=CACHE)
     assert fast.parts["offload"] == 0.0 < step.parts["offload"] < 0.05 * step.seconds
     slow = predict_step(config, 1, replace(device, host_gb_per_second=1.0), cache=CACHE)
-    # Lower bound that only counts copies to the device.
+    # Lower bound on the time of all copies, which counts only the copies to the device.
     passes = 16 * (2 * MATRICES + 2 * (MATRICES - 2 * VOCABULARY) + 4 * MATRICES) / 1e9
     assert slow.parts["offload"] + slow.parts["matmul"] > 0.9 * passes
 

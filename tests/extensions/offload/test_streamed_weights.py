@@ -98,7 +98,7 @@ def test_few_units_are_on_the_device_and_the_next_one_is_copied_ahead() -> None:
     layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
     assert adds == 2 * ["output_layer", *layers, "embedding.word_embeddings"]
     second = len(events) - events[::-1].index(("add", "output_layer")) - 1
-    for name in layers:  # the accumulated gradient of a unit is fetched while the previous unit is computed
+    for name in layers:  # the accumulated gradient of a unit is fetched during the backward pass of the unit above it
         fetched = events.index(("add", name), second)
         assert ("reduce", name) not in events[second:fetched]
         before = (["output_layer", *layers])[layers.index(name)]

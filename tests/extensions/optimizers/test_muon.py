@@ -217,8 +217,8 @@ def test_another_optimizer_for_some_parameters_is_refused(tmp_path: Path) -> Non
 def test_states_of_a_different_update_rule_are_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint has states of a different update rule, for example, if an older version used Muon for Mamba-2's
-    packed projection."""
+    """The states in a checkpoint may belong to a different update rule. For example, an older version of this program
+    used Muon for Mamba-2's packed projection."""
     muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
     Run(muon).save(Progress(1, 8))
     monkeypatch.setattr(OptimizerConfig, "whole_roles", property(lambda config: frozenset({"router"})))

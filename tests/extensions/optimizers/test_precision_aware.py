@@ -155,7 +155,8 @@ OF_STATES = [
 
 @pytest.mark.grid("case", OF_STATES[-2:-1], OF_STATES)
 def test_sharding_changes_no_bit_of_low_precision_states(case: tuple[int, str]) -> None:
-    """Main parameters are remainders, fp32 or fp16. The bf16 parameters are gathered layer by layer."""
+    """The cases store the main parameters as 16-bit remainders, in fp32, or in fp16. The bf16 parameters are gathered
+    layer by layer."""
     ranks, formats = case
     flags = f"{MODEL} --bf16 {AWARE} {formats} --micro-batch-size 2 --clip-grad 0"
     plain, *sharded = (

@@ -42,8 +42,8 @@ def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.T
 
 @pytest.mark.parametrize("heads", [PLAIN, LATENT, DIFFERENTIAL], ids=["plain", "latent", "differential"])
 def test_no_head_stays_above_the_threshold(heads: str) -> None:
-    """The learning rate is near zero, so only QK-Clip changes the weights. Each logit is scaled by the factor of its
-    head."""
+    """The learning rate is near zero, so only QK-Clip changes the weights. QK-Clip scales all logits of a head by the
+    same factor."""
     ((before, after),) = run_world(1, largest_of_two_steps, f"{MODEL} {heads} --qk-clip --qk-clip-threshold {TAU}")
     assert (before > TAU).any()
     bound = torch.where(before > TAU, TAU, before)

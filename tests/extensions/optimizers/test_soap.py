@@ -27,8 +27,8 @@ FLAGS = {"optimizer": "soap", "adam_beta1": 0.8, "adam_beta2": 0.9, "soap_precon
 
 class TheirSoap(torch.optim.Optimizer):
     """Reimplementation of github.com/nikhilvyas/SOAP for matrices, with the default options of that program. `basis`
-    corresponds to get_orthogonal_matrix, and `refreshed` to get_orthogonal_matrix_QR. With `repaired`, directions in
-    which no gradient has occurred keep their basis vectors."""
+    corresponds to get_orthogonal_matrix, and `refreshed` to get_orthogonal_matrix_QR. If `repaired` is True, directions
+    in which no gradient has occurred keep their basis vectors."""
 
     def __init__(self, groups, shampoo_beta=0.9, max_dim=10_000, eps=1e-8, repaired=False):
         super().__init__(groups, {"lr": LR, "weight_decay": DECAY})
@@ -79,7 +79,8 @@ class TheirSoap(torch.optim.Optimizer):
             if factor is not None:
                 order = torch.argsort(torch.diag(old.T @ factor @ old), descending=True)
                 found, sizes = torch.linalg.qr(factor @ old[:, order])
-                # Directions of size 0 must come last, because all directions after them are rounding errors.
+                # Move the directions of size 0 to the end. All directions that the QR decomposition computes after such
+                # a direction depend on rounding errors.
                 if self.repaired:
                     zero = sizes.diag().abs() < 1e-13 * sizes.diag().abs().max()
                     order = torch.cat((order[~zero], order[zero]))
@@ -214,7 +215,7 @@ def test_a_skipped_step_changes_no_state():
 
 
 def test_states_reshard(tmp_path: Path):
-    """States saved under one layout are bit-identical when loaded under others."""
+    """States that are saved under one layout and loaded under another layout are bit-identical."""
     run_world(4, train_and_save, ParallelDims(tp=2, dp=2, ep=2), True, "soap", tmp_path)
     for dims, distributed in (ParallelDims(pp=2, dp=2), True), (ParallelDims(dp=3), False):
         run_world(dims.world_size, load_and_compare, dims, distributed, "soap", tmp_path)
@@ -242,8 +243,8 @@ def test_factors_have_the_sizes_of_the_dims() -> None:
 
 def test_rounding_errors_do_not_move_directions() -> None:
     """The gradient covariance maps directions 4 and 5 of the old basis into the span of the images of the other
-    directions. For these two directions and all later ones, a QR decomposition therefore computes only rounding
-    errors."""
+    directions. The vectors that a QR decomposition computes for these two directions and for all later directions
+    therefore depend on rounding errors."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -284,8 +285,8 @@ def test_independent_columns_are_found_among_dependent_ones(seed: int) -> None:
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 8)], ids=["first", "last"])
 def test_a_gradient_with_few_rows_leaves_the_basis_of_the_others(rows: slice) -> None:
-    """The unit vectors of rows with gradients lie in the span of the eigenvectors. To complete the basis, only the unit
-    vectors of the other rows are suitable."""
+    """The unit vectors of rows with gradients lie in the span of the eigenvectors. Therefore, only the unit vectors of
+    the other rows can complete the basis."""
     generator = torch.Generator().manual_seed(5)
     gradient = torch.zeros(8, 20, dtype=torch.float64)
     gradient[rows] = torch.randn(gradient[rows].shape, dtype=torch.float64, generator=generator)

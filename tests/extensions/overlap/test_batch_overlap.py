@@ -1,4 +1,4 @@
-"""Tests of two passes that run alternately: the order of execution, and error handling."""
+"""Tests of two interleaved passes: the order in which their parts run, and error handling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_passes_alternate_until_one_ends(first: int, second: int, order: str) ->
         log: list[str] = []
         overlap.run(steps("F", first, log), steps("B", second, log))
         assert " ".join(log) == order
-        overlap.hand_over()  # outside of a run, there is no other pass to wait for
+        overlap.hand_over()  # returns immediately, because no other pass is active
 
 
 @pytest.mark.parametrize(

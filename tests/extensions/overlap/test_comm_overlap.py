@@ -96,7 +96,8 @@ def run_layers(
 
 
 def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
-    """Return the result of `run` and the number of bytes that it sends, in ring collectives and between neighbors."""
+    """Return the result of `run` and the number of bytes that it sends in collectives and in point-to-point
+    messages."""
     start, sent = dist.batch_isend_irecv, []
 
     def counting(operations: list[dist.P2POp]) -> Any:

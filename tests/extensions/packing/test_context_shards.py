@@ -48,8 +48,8 @@ def micro_batches(draw: st.DrawFn, samples: int = 3) -> tuple[Documents, int, in
 
 
 def check(shards: Shards, documents: Documents, length: int) -> None:
-    """Check that each position occurs once, that all ranks have equally many positions, and that each unmasked pair is
-    in exactly one tile of one rank."""
+    """Check that each position occurs once, that all ranks have the same number of positions, and that each pair of a
+    query and a key that is not masked is in exactly one tile of one rank."""
     ranks = len(shards.held)
     held = [[place for span in spans for place in span] for spans in shards.held]
     assert sorted(chain.from_iterable(held)) == list(range(length)) and {len(each) for each in held} == {

@@ -34,7 +34,7 @@ PACKED = "--sequence-packing best-fit --tokenizer-type NullTokenizer --vocab-siz
 
 
 def corpus(prefix: Path, lengths: Sequence[int], seed: int = 1) -> str:
-    """Write documents of random tokens, each of which ends with EOD."""
+    """Write documents of random tokens. Each document ends with the EOD token."""
     random = np.random.default_rng(seed)
     texts = (np.append(random.integers(0, EOD, length - 1), EOD) if length else [] for length in lengths)
     return write_documents(prefix, texts)

@@ -73,8 +73,8 @@ def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
 
 
 def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -> str:
-    """Return a text with the median time of steps with copies, the median time of steps without copies, and the amount
-    of sent data."""
+    """Return a text with the median times of steps with and without copies, the amount of data that a host sends, and
+    the slowdown that copies cause."""
     after = {True: list[float](), False: list[float]()}
     for record in records:
         before = int(record["iteration"]) - 1

@@ -43,7 +43,8 @@ class Planned:
 
     step: int
     start: int = 0
-    """Number of the start within the job in which the fault strikes."""
+    """Start of the ranks in which the fault strikes: 0 for the first start in the job, 1 for the first restart, and so
+    on."""
 
     @property
     def now(self) -> bool:
@@ -70,18 +71,22 @@ def await_copies(run: TrainingRun) -> None:
 def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Callable[[list[str]], int]:
     """Return a `pretrain_gpt.main` in which the planned faults strike.
 
-    Kinds of faults:
-        error, kill, stop: at the beginning of a step.
-        copied: killed as soon as the copies of the last step are complete.
-        copy: killed while the rank's copies are sent.
-        agreed: killed as soon as the rank's own copies are stored.
-        save: killed in the first save after at least `step` steps.
-        end: killed before the last save, with complete copies.
-        start: killed while the rank resumes. "workers 2 3": processes 2 and 3 of the launcher are killed. "host 1": the
-        whole host is killed, and its memory is lost.
-        exit: exits with code 3.
-        term: the rank's parent receives SIGTERM; with "term kill", just before the rank is killed. "start workers 2",
-        "start term": as without "start", but while the rank resumes.
+    The following faults strike at the beginning of a step. If the name of a fault has the prefix "start ", as in "start
+    term", the fault strikes while the rank resumes instead.
+        error: the rank raises an error.
+        kill, stop: the rank receives SIGKILL or SIGSTOP.
+        exit: the rank exits with code 3.
+        term, "term kill": the rank's parent receives SIGTERM. With "term kill", the rank then receives SIGKILL.
+        "workers 2 3": processes 2 and 3 of the launcher are killed.
+        "host 1": all processes of the host are killed, and its copies are deleted.
+
+    The following faults kill the rank at another moment:
+        copied: as soon as the copies of the last step are complete.
+        copy: while the rank's copies are sent.
+        agreed: as soon as the rank's own copies are stored.
+        save: in the first save after at least `step` steps.
+        end: before the last save, when the copies of the last step are complete.
+        start: while the rank resumes.
     """
 
     def main(argv: list[str]) -> int:
@@ -148,7 +153,7 @@ def lost_workers(kind: str, per_host: int) -> list[int]:
 
 
 class Run:
-    """Training run that is restarted in the same folder after each fault. With `per_host` 2, ranks 2 i and 2 i + 1 are
+    """Training run that is restarted in the same folder after each fault. If `per_host` is 2, ranks 2 i and 2 i + 1 are
     on host i."""
 
     def __init__(self, folder: Path, ranks: int, flags: Sequence[str] = (), per_host: int = 1) -> None:

@@ -18,7 +18,7 @@ def test_the_sample_has_most_kinds_of_faults() -> None:
         moments = random.Random(seed)
         ranks, _ = moments.randrange(2, 5), moments.randrange(1, 3)
         faults += [fault.kind.split()[0] for fault in drawn_faults(moments, ranks)]
-    # The only kind that does not occur is "two", because it consists of a kill and a second fault.
+    # Every kind of fault occurs except "two", because `drawn_faults` returns a "two" as a pair of other faults.
     assert len(faults) == 12 and {*KINDS} - {*faults} == {"two"}, faults
 
 

@@ -31,8 +31,8 @@ def hosts_of(sizes: list[int]) -> list[str]:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[str], list[Part], int]:
-    """Draw the host of each rank, the parts of the state (one part per rank, and further parts that have several
-    replicas), and the number of copies."""
+    """Draw the host of each rank, the parts of the training state, and the number of copies. There is one part per
+    rank, and there may be further parts that have several replicas."""
     host_of = hosts_of(draw(ranks_of_hosts))
     parts = [Part(rank, (rank,), draw(st.integers(0, 100))) for rank in range(len(host_of))]
     for _ in range(draw(st.integers(0, 4))):

@@ -17,7 +17,8 @@ from tests.pure.test_batch_size import walk
 
 
 def test_ramp_matches_megatron() -> None:
-    """The ramp from 16 to 1024 by 8 over 300,000 samples has 126 intervals of about 2,380 samples."""
+    """A ramp of the batch size from 16 to 1024 in increments of 8 over 300,000 samples has 126 intervals of about 2,380
+    samples."""
     sizes = ramp(1024, 16, 8, 300_000)
     assert len(sizes.earlier) == 126
     assert (sizes.at(0), sizes.at(2380), sizes.at(2381)) == (16, 16, 24)

@@ -61,8 +61,8 @@ def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
 def trained(
     rank: int, world_size: int, config: RunConfig, nan_at: int = -1
 ) -> tuple[tuple[list[float], list[float], list[bool]], list[bool]]:
-    """Train `STEPS` steps. Return the results, and one boolean per step: True if passes of the next step already began
-    in the step."""
+    """Train `STEPS` steps. Return the results, and one boolean per step, which is True if passes of the next step had
+    already begun at the end of the step."""
     with local_run(config, rank, world_size) as run:
         plant_nan(run, nan_at)
         begun = []
@@ -86,8 +86,8 @@ def drop_begun(run: TrainingRun) -> None:
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
-    """Compute the steps of `trained` in a plain loop, in which each gradient uses a copy of the weights before the last
-    update."""
+    """Compute the steps of `trained` in a plain loop. Each gradient is computed with the weights before the last
+    update, of which the loop keeps a copy."""
     with running(argv, rank, world_size) as run:
         params = [param.data for param in run.ddp.params]
         before = [param.clone() for param in params]

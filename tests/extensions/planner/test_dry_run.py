@@ -75,8 +75,8 @@ class WideningLayer(TransformerLayer):
 
 
 def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Planned memory, FLOPs and times share one set of layer kinds. Each kind of layer is built only once. Layers that
-    depend on the layer number count as different kinds."""
+    """Identical layers of a model are built only once, and the plans of memory, FLOPs and step times share the built
+    layers. Layers that depend on the layer number are not identical."""
     monkeypatch.setattr(LAYERS, "_entries", dict(LAYERS._entries))
     LAYERS.register("widening", WideningLayer)
     numbers: list[list[int]] = []
@@ -257,7 +257,7 @@ def test_an_interrupted_plan_ends_cleanly(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_plan_with_parameters_in_the_expert_activation() -> None:
-    """If the expert activation has parameters, the experts compute gradients within their own backward pass."""
+    """If the expert activation has parameters, the backward pass of the experts calls `torch.autograd.grad`."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 

@@ -27,8 +27,8 @@ CASES = [
 
 
 def simulated(run: Expected, steps: int, segments: int = 3000) -> dict[str, float]:
-    """Simulate `segments` segments of a run with randomly drawn failures. Return the share of each activity in the
-    run's time."""
+    """Simulate `segments` segments of a run with randomly drawn failures. Return the fraction of the run's time that
+    each activity takes, keyed by activity."""
     rng, trained = random.Random(1), steps * run.step_seconds
     now = repeated = restarts = saves = 0.0
     failure = rng.expovariate(1 / run.between_failures)
@@ -70,7 +70,8 @@ def test_no_interval_is_better_than_the_best(run: Expected, steps: int) -> None:
 
 
 def test_the_best_interval_is_near_youngs_formula() -> None:
-    """For short saves and rare failures, the best interval is sqrt(2 delta M) according to Young (1974)."""
+    """For short saves and rare failures, the best interval is sqrt(2 delta M) according to Young (1974), where delta is
+    the duration of a save and M is the mean time between failures."""
     best = Expected(1.0, 1e6, 60, SaveCost(5, 5, "")).best()
     assert best.steps == pytest.approx(math.sqrt(2 * 5 * 1e6), rel=0.01)
 

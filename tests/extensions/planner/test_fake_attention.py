@@ -52,7 +52,7 @@ def test_planned_tensors_have_the_shapes_of_computed_ones(name: str, value_width
 def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
     _, q, k, v = operands(WIDTH)
     kernel, _ = PlannedGPU().attention("auto", AttentionOperands(0.25, q.dtype, CPU, WIDTH, WIDTH)).tiles()
-    outputs = q.numel() * 2 + q.numel() // WIDTH * 4  # bytes of the bf16 outputs and the fp32 log-sum-exps
+    outputs = q.numel() * 2 + q.numel() // WIDTH * 4  # size in bytes of the bf16 outputs and the fp32 log-sum-exps
     made = {}
     for name in ("whole", "own keys"):
         with LiveMemory() as live:

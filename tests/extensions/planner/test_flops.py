@@ -28,7 +28,7 @@ from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 from tests.tiny import TINY
 
 
-# A delta net recomputes GEMMs, whose FLOPs do not count.
+# A delta net is excluded, because it recomputes GEMMs, and model FLOPs do not include recomputation.
 @pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
     """The FLOPs of linear layers agree exactly. The attention kernel in this test computes the whole score matrix,

@@ -123,8 +123,8 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
 
 
 class WholeUnits:
-    """Meter that records the largest size in bytes of the unsharded parameters of sharding units (such as layers), and
-    the largest size of their unsharded gradients."""
+    """Meter for the unsharded parameters and gradients of sharding units (such as layers). It records the largest total
+    size in bytes of the unsharded parameters at any time, and the largest total size of the unsharded gradients."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0
@@ -247,8 +247,8 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
 def test_alternating_passes_save_the_planned_bytes() -> None:
-    """The saved bytes between actions equal the plan, except for one scalar per micro-batch. The two alternating passes
-    may reach their memory peaks at the same time."""
+    """The number of bytes saved between actions equals the plan, except for one scalar per micro-batch. The two
+    alternating passes may reach their memory peaks at the same time."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):
         assert 0 <= measured.kept - planned.kept < 100
@@ -274,8 +274,8 @@ CHAINS = [
 
 
 def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int, int, int]:
-    """Return four sizes in bytes: the optimizer on the device, the optimizer on the host, its transform chains on the
-    device, and its transform chains on the host."""
+    """Return four sizes in bytes: the states of the whole optimizer on the device and on the host, and the states of
+    its transform chains on the device and on the host."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)

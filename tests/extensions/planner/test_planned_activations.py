@@ -228,7 +228,8 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
     "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
     "layouts": (2, 7, over_two_ranks),
 }
-"""Number of ranks, stride n of the default run, and function that returns all cases."""
+"""For each group of cases: the number of ranks, the stride n, and a function that returns all cases. Without --whole, a
+test runs every n-th case."""
 
 
 @pytest.mark.grid("whole", [False], [True])
@@ -277,8 +278,8 @@ def test_grouped_gemms_on_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
-    """The GEMMs of fp8 weight gradients add to the output directly. The temporary memory that the backward pass needs
-    for other purposes is smaller than the output of one GEMM."""
+    """On a GPU, the GEMMs of fp8 weight gradients add their products to the gradient directly. The temporary memory of
+    the backward pass is therefore smaller than the output of one such GEMM."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
     parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2
@@ -321,8 +322,8 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
 
 
 def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
-    """With fp32 sums, GPUs add the product of 16-bit matrices to the sum directly. With bf16 sums, only one fp32
-    product at a time needs memory."""
+    """If weight gradients are summed in fp32, a GPU adds the product of 16-bit matrices to the sum directly. If they
+    are summed in bf16, the product is first stored in fp32, and only one such product exists at a time."""
     parallel = ModelParallelConfig(bf16=True)
     batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
     both = (replace(batch, bf16_sums=sums) for sums in (False, True))

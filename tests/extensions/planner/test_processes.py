@@ -22,7 +22,7 @@ def _starts_a_fork(sender: Connection) -> None:
         time.sleep(3600)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent process may have installed a handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent process may have installed a handler for the signal
     with at_interrupt(end_process):
         list(forked({0: job}, 1))
 

@@ -34,7 +34,8 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity "
     "--moe-token-dispatcher-type alltoall"
 )
-"""Flags that pad messages, because in a real run the sizes of other messages depend on the tokens."""
+"""Flags that pad the input of each expert to the expert's capacity. Without padding, the message sizes in a real run
+would depend on the tokens."""
 
 LAYOUTS = [
     "--tp 2 --pp 2 --sequence-parallel --global-batch-size 6 --overlap-grad-reduce --overlap-param-gather",
@@ -82,8 +83,8 @@ def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
 
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
-    """Remove the collectives that `ranks_without` calls, because a real run on CPUs calls this function once more. Also
-    remove phases and micro-batch numbers."""
+    """Remove the collectives that `ranks_without` calls, because a real run on CPUs calls this function once more than
+    a rehearsal. Also remove phases and micro-batch numbers."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

@@ -1,5 +1,5 @@
-"""`pretrain_gpt.py --rehearse` on the command line finds faults that would occur on a cluster, with their call
-sites."""
+"""`pretrain_gpt.py --rehearse` reports faults that would occur on a cluster, and the call sites of the faulty
+collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLANTED = {
     "order": ("0,4", *OF_PP, "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
     "message": ("0,4", *OF_PP, "call 1: ", "a message differs from what the receiver expects", "recv of 3 bfloat16"),
 }
-"""Rehearsed ranks and parts of the expected message for each planted fault."""
+"""The ranks to rehearse and parts of the expected message, keyed by planted fault."""
 
 
 @pytest.mark.grid("fault", ["skipped"], list(PLANTED))

@@ -64,8 +64,8 @@ def test_a_collective_overlaps_a_gemm_and_the_rest_is_exposed(device: DeviceFile
 
 
 def test_concurrent_gemms_share_their_last_waves(device: DeviceFile) -> None:
-    """The 144 tiles of one part occupy two waves on 132 multiprocessors and fill about half of the two waves. The tiles
-    of eight parts fill nine waves."""
+    """Eight GEMMs with 144 output tiles each run at the same time on 132 multiprocessors. A single GEMM would occupy
+    two waves, but would fill only about half of them. The tiles of all eight GEMMs together fill nine waves."""
     part, whole = (1e-6 * device.gemm_us("bf16", rows, 9216, 18432) for rows in (512, 4096))
     assert 8 * part > 1.3 * whole
     parts = [Product("bf16", 512, 9216, 18432, at_one_time=8)] * 8
@@ -207,8 +207,8 @@ OF_INDUCTOR = {
     "fp8 rowwise": ("fp8", "rowwise", 0.04),
     "experts": ("bf16", "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", 0.16),
 }
-"""Precision, recipe or flags, and tolerance for the bytes of element-wise kernels, keyed by run in
-tests/fixtures/gpu_bytes.json."""
+"""Tuples (precision, fp8 recipe or further flags, relative tolerance), keyed by the name of a run in
+tests/fixtures/gpu_bytes.json. The tolerance applies to the bytes that element-wise kernels move."""
 
 
 @pytest.mark.parametrize("run", OF_INDUCTOR)

@@ -71,8 +71,7 @@ def waiting(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def verdicts() -> Iterator[list[bool]]:
-    """Yield a list that records one boolean per early update: True if the update was rolled back, and False if it was
-    kept."""
+    """Yield a list that receives one boolean per early update. The boolean is True if the update was rolled back."""
     found: list[bool] = []
     true = PostValidatedOptimizer.validate
 
@@ -103,7 +102,7 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
-    """Train for `steps` steps. Return a dictionary with the state of the run and with the result and loss of each
+    """Train for `steps` steps. Return a dictionary that contains the state of the run and the result and loss of each
     step."""
     interval = run.interval = Interval()
     if plant is not None:

@@ -165,7 +165,7 @@ def test_a_rank_ignores_foreign_datagrams(capsys: pytest.CaptureFixture[str]) ->
 
 
 def udp_ports() -> list[int]:
-    """Return all open UDP ports of this machine; any user can list these ports."""
+    """Return all open UDP ports of this machine, which any user can list."""
     lines = [line for name in ("udp", "udp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return [int(line.split()[1].rpartition(":")[2], 16) for line in lines]
 

@@ -48,7 +48,7 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 
 def await_heartbeats(box: Box) -> None:
-    """Wait until each host has read a message that the other host sent after having itself received a message."""
+    """Wait until each host has read a message that the other host sent after it had received a message."""
 
     def await_read(*numbers: int) -> None:
         wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))
@@ -75,7 +75,7 @@ def test_both_hosts_name_each_other_and_exit(tmp_path: Path, strike: Strike, ear
         while early and rank == 1 and not struck.exists():
             time.sleep(0.05)
         look(watch)
-        if watch._told == 2:  # number of hosts in the heartbeat's list
+        if watch._told == 2:  # the heartbeat process knows both hosts
             told[rank].touch()
 
     def all_told() -> bool:

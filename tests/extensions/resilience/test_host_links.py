@@ -178,7 +178,7 @@ class Ends:
 
 
 def watch_of(rank: int, status: RankStatus, ends: Ends) -> HostWatch:
-    """Return a `HostWatch` for one of two hosts. It has not been opened yet."""
+    """Return a `HostWatch` for one of two hosts, without opening it."""
     board: Any = SimpleNamespace(store=None)
     return HostWatch(Launch(rank, 2, several_hosts=True), status, cast("Any", ends), board, TIMEOUT)
 

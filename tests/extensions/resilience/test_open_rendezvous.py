@@ -1,5 +1,5 @@
-"""Tests of the torchrun rendezvous for jobs that may lose hosts. Calls of the rendezvous return even if the store does
-not answer."""
+"""Tests of the torchrun rendezvous for jobs that may lose hosts. Calls to the methods of the rendezvous handler return
+even if the store does not answer."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def test_an_unrenewed_lease_is_taken_over_and_its_holder_is_told(tmp_path: Path)
 
 @pytest.fixture
 def held(tmp_path: Path) -> tuple[SaveLease, Path, list[LeaseError]]:
-    """Return a lease that only `check` renews, the lease's folder, and the list of errors by which the lease was
-    lost."""
+    """Return a lease that is renewed only by calls to `check`, the lease's folder, and a list to which the lease
+    appends an error when the lease is lost."""
     folder, errors = tmp_path / "save", list[LeaseError]()
     lease = SaveLease(folder, errors.append)
     lease.acquire()
@@ -277,7 +277,7 @@ def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
 
 
 class Objects(Storage):
-    """Storage in memory. `before` contains functions that run once before the next replacement. These functions
+    """Storage in memory. `before` contains functions that the next call to `replace` runs first. These functions
     simulate the actions of another run."""
 
     content_of: ClassVar[dict[str, bytes]] = {}

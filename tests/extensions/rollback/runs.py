@@ -42,7 +42,7 @@ class Run:
         self.flags = [*MODEL, "--data-path", data, "--save", str(self.save), "--load", str(self.save), *flags.split()]
 
     def start(self, flags: str = "", ranks: int | None = None, code: int = 0) -> str:
-        """Run until the end or until the run stops, and return the printed output."""
+        """Start the run, wait until its processes exit, and return the printed output."""
         return run_forked(ranks or self.ranks, [*self.flags, *flags.split()], self.screen, code)
 
     def events(self, name: str) -> list[dict[str, Any]]:

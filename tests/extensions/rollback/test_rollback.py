@@ -68,7 +68,7 @@ def test_goodput_reports_rolled_back_steps(interval: int, data: str, tmp_path: P
     said = run.start(BACK)
     (event,) = run.events("rollback")
     (*_, last) = run.events("goodput")
-    made = 0.1 * (event["iteration"] - event["to"] - 1)  # the step of the spike ends before the callback that waits
+    made = 0.1 * (event["iteration"] - event["to"] - 1)  # in the step of the spike, the callback does not sleep
     assert last["seconds"]["rolled_back"] >= made + event["seconds"]
     records = read_records(run.save / "metrics.jsonl")
     first, last_passed = event["passed_over"]

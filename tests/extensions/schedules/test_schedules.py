@@ -84,8 +84,8 @@ def test_pieces_equal_the_named_schedules(text: str, flags: str) -> None:
 
 
 def test_a_schedule_counts_samples_under_a_batch_ramp(tmp_path: Path) -> None:
-    """The configuration contains the content of the schedule file instead of its name. A step with a different batch
-    size advances the schedule by its own number of samples."""
+    """The configuration contains the content of the schedule file instead of its name. Each step advances the schedule
+    by the number of samples in its batch."""
     file = tmp_path / "schedule.txt"
     file.write_text("warm-up 8 samples  # a comment\nhold 50%\n\n1-sqrt rest\n")
     flags = f"{TINY} --train-samples 80 --lr-schedule-file {file}".replace("--train-iters 4", "")

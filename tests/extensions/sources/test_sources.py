@@ -111,7 +111,7 @@ def made(
     cache: Path | None = None,
     **options: object,
 ) -> str:
-    """Return the prefix of the indexed dataset that a run makes from a path."""
+    """Return the prefix of the indexed dataset that a run creates from the data set at `path`."""
     config = DatasetConfig(data_cache_path=cache and str(cache)).with_options(TextDataConfig(**options))  # type: ignore[arg-type]
     kind = data_kind_of(path)
     assert kind is not None and path in kind.describe("--data-path", path)
@@ -140,7 +140,7 @@ def test_token_ids_are_used_unchanged(tmp_path: Path, maker: Callable[..., str])
 def test_files_on_urls_give_the_same_data_as_local_files(
     tmp_path: Path, maker: Callable[..., str], stored: Put
 ) -> None:
-    """A stream of these files can also continue from any position."""
+    """The documents of a URL can also be streamed from any position."""
     local = maker(tmp_path, "input_ids", IDS)
     url = stored(local)
     found, expected = (made(path, TokenizerConfig(), 50, cache=tmp_path / "tokens") for path in (url, local))

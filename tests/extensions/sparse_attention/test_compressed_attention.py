@@ -113,8 +113,9 @@ CASES = [
 def test_gradients_match_the_literal_form(
     number: int, chunk: int, packed: bool, sparse_loss: bool, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 0 has only window attention. Layer 1 also attends to selected keys of two windows, and layer 2 to all keys
-    of 3 tokens each."""
+    """Layer 0 has only window attention. The queries of layer 1 also attend to selected compressed keys, each of which
+    combines two groups of tokens. The queries of layer 2 also attend to all compressed keys, each of which combines 3
+    tokens."""
     monkeypatch.setattr(compressed_attention, "CHUNK", chunk)
     options: dict[str, Any] = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss}
     if recompute:

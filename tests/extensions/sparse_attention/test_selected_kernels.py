@@ -275,7 +275,8 @@ def test_interpreted_kernels_pass_the_startup_comparison(kind: str) -> None:
 
 
 def check_selection(device: str) -> None:
-    """Check the scores and every selected key, with equal scores, zeros of both signs, and few keys."""
+    """Check the scores and the selected keys. The inputs include equal scores, positive and negative zeros, and queries
+    with few keys."""
     from megatron.extensions.attention.sparse_attention.kernels import selection
 
     generator = torch.Generator().manual_seed(3)
@@ -383,7 +384,7 @@ def test_kernels_compile_to_tensor_core_instructions(kernels: Sequence[str], cap
         tiling = {90: attention_triton.HOPPER, 100: attention_triton.BLACKWELL}.get(capability, attention_triton.SMALL)
         for name in kernels:
             if name == "adding" and capability == 80:
-                continue  # on this architecture, a second pass computes the sums
+                continue  # on this architecture, a second kernel computes the sums instead
             kernel, least = {
                 "forward": (attention_triton.selected_forward, 9),
                 "of_keys": (key_sums_triton.selected_sum, 4),

@@ -42,8 +42,8 @@ COEFF, SCALE = 0.7, 1.3
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool, topk: int) -> tuple[Tensor, Tensor]:
-    """Compute the output of a layer with dense attention. The mask of the reference is computed by sorting scores in
-    Python. Return the output and the sum of the divergences."""
+    """Compute the output of a layer with dense attention and a mask. The mask is computed by sorting the scores in
+    Python. Return the output and the sum of the indexer's divergences."""
     whole = MultiLatentAttention._latents(layer, x)
     q, k, v = MultiLatentAttention._heads(layer, Latents(*whole), context)
     (s, b, *_), indexer = q.shape, layer.indexer
@@ -81,7 +81,7 @@ def layer_and_context(config: TransformerConfig, packed: bool, number: int = 0) 
     model = GPTModel(config, FP64).train()
     generator = torch.Generator().manual_seed(1)
     layer: Any = model.decoder.layers[number].self_attention
-    for parameter in layer.parameters():  # makes the scores differ
+    for parameter in layer.parameters():  # change the initial values, so that the scores differ
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     x = torch.randn(config.seq_length, 3, config.hidden_size, generator=generator, dtype=torch.float64)
     context = model.decoder._complete(BatchContext.of(batch), x)
@@ -114,7 +114,8 @@ def check_layer(layer: Any, x: Tensor, context: Any, expected: Tensor, loss: Ten
 def test_gradients_match_the_dense_formula_with_a_mask(
     recompute: str | None, sparse_loss: bool, packed: bool, chunk: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 16 selected keys, sequences of 16 tokens have the same results as with multi-latent attention."""
+    """If 16 keys are selected, each query of a sequence of 16 tokens attends to all keys that the causal mask allows,
+    as in multi-latent attention."""
     monkeypatch.setattr(sparse_attention, "CHUNK", chunk)
     options = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss, "dsa_indexer_topk": topk}
     config = with_fields(SPARSE, options)

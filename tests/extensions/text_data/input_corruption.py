@@ -1,5 +1,5 @@
-"""Damage files of text, tokens and vocabularies at random. Readers must either report the damage in a clear line or
-read the files correctly.
+"""Damage files of text, tokens and vocabularies at random. Readers must either report the damage in one clear error
+message or read the files correctly.
 
 Each trial damages one file. A data tool, or the code that reads data in training, then reads the file in a separate
 process with limited memory and time. The trial fails if the process
@@ -10,8 +10,8 @@ process with limited memory and time. The trial fails if the process
   present, except the damaged documents and their two neighbors. From a truncated file, the data before the cut must be
   read correctly.
 
-No format has a checksum of token ids or vocabularies. Ids must therefore be within the vocabulary, and the number of
-tokens must be as stated in the file.
+No file format stores a checksum of token ids or vocabularies. The test therefore checks only that token ids are within
+the vocabulary, and that the number of tokens equals the number stated in the file.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _documents(prefix: str) -> list[str]:
 
 
 def _tool(main: Callable[[Sequence[str]], int], *argv: object) -> None:
-    """Run a tool. Raises ValueError with the tool's output if its exit code is not 0."""
+    """Run a tool. If the tool's exit code is not 0, the function raises ValueError with the tool's output."""
     said = io.StringIO()
     with redirect_stderr(said), redirect_stdout(io.StringIO()):
         code = main([str(word) for word in argv])

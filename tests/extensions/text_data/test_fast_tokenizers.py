@@ -31,8 +31,8 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def saved(folder: Path, around: bool) -> HuggingFaceTokenizer:
-    """Return a byte-level BPE tokenizer like GPT-2's. With `around`, the tokenizer puts special tokens before and after
-    each text."""
+    """Return a byte-level BPE tokenizer like GPT-2's. If `around` is True, the tokenizer puts special tokens before and
+    after each text."""
     from tokenizers import processors
 
     tokenizer = byte_level(TEXTS[:10], ["<|endoftext|>", "<s>"], 700)

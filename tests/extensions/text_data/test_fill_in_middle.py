@@ -87,7 +87,7 @@ def test_documents_are_only_rearranged(tokenizer: Tokenizer) -> None:
             kinds.append("spm" if ids[:2] == [PREFIX, SUFFIX] else "psm" if ids[0] == PREFIX else "plain")
     shares = {kind: kinds.count(kind) / len(kinds) for kind in set(kinds)}
     assert shares["plain"] == pytest.approx(0.3, abs=0.05)
-    assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # psm documents with an empty prefix also count as spm
+    assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # a psm document with an empty prefix looks like spm
 
 
 def test_a_sample_depends_only_on_seed_and_number(tokenizer: Tokenizer) -> None:

@@ -27,7 +27,7 @@ SECRETS = (PASSWORD, "hunter2@secret", SIGNATURE)
 
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget all URLs that were given to this process."""
+    """Clear the recorded URLs and secrets of this process."""
     monkeypatch.setattr(url_credentials, "_URLS", {})
     monkeypatch.setattr(url_credentials, "_SECRETS", set())
 

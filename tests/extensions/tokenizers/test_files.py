@@ -185,7 +185,7 @@ def test_mistakes_are_named(kind, kwargs, messages):
         assert message in str(caught.value)
 
 
-# Tests of tokenizer files in a Hugging Face folder
+# The following tests read tokenizer files in a Hugging Face folder.
 
 CUT = {
     "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 2},
