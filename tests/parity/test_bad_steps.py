@@ -1,4 +1,4 @@
-"""Steps with NaNs, infinities or loss spikes are reported and skipped, both under parallel layouts and in one
+"""Test that steps with NaNs, infinities or loss spikes are reported and skipped, both under parallel layouts and in one
 process."""
 
 from __future__ import annotations

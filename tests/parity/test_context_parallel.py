@@ -1,5 +1,5 @@
-"""Each document in a packed sample has the same logits as if it were the only document of the sample, and its positions
-start at 0. The parity matrix covers parallel layouts."""
+"""Test that each document in a packed sample has the same logits as if it were the only document of the sample, and
+that its positions start at 0. The parity matrix covers parallel layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two runs of the same command are bit-identical. With --deterministic, kernels whose results vary are refused."""
+"""Test that two runs of the same command are bit-identical. With --deterministic, kernels whose results vary are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example in examples/ is trained under several layouts, with the command from the documentation. The results are
+"""Train every example in examples/ under several layouts, with the command from the documentation. The results are
 compared with a one-process run."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Custom components, such as layers and callbacks, compute the same results under every layout."""
+"""Test that custom components, such as layers and callbacks, compute the same results under every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each example in examples/ is run once with --extension and once as a built-in extension. The plan, the losses, the
+"""Run each example in examples/ once with --extension and once as a built-in extension. The plan, the losses, the
 checkpoint and the converted checkpoint must be the same.
 
 In addition, code must not be trusted merely because its file is in the library's folder.

@@ -1,5 +1,5 @@
-"""Data parallelism with overlapped collectives gives bit-identical results to data parallelism without overlap, even if
-the network is slow.
+"""Test that data parallelism with overlapped collectives gives bit-identical results to data parallelism without
+overlap, even if the network is slow.
 
 To simulate the slowest possible network, an all-gather is executed only when code waits for it. Code that reads a
 parameter without waiting would read the value of the previous step.

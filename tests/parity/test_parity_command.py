@@ -1,5 +1,5 @@
-"""`python -m megatron.testing.parity` passes if the model is correct, and names the fault if the model is wrong. Errors
-of the runs are not hidden."""
+"""Test that `python -m megatron.testing.parity` passes if the model is correct, and names the fault if the model is
+wrong. Errors of the runs are not hidden."""
 
 from __future__ import annotations
 

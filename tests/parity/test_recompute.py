@@ -1,5 +1,5 @@
-"""Results with and without recomputation are bit-identical, for every choice of recomputed modules, and under schedules
-that defer weight gradients."""
+"""Test that results with and without recomputation are bit-identical, for every choice of recomputed modules, and under
+schedules that defer weight gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints of trained models are saved under one layout and loaded bit for bit under other layouts. --whole tests
-all pairs of layouts.
+"""Save checkpoints of trained models under one layout, and load them bit for bit under other layouts. --whole tests all
+pairs of layouts.
 
 Under each layout, a model is trained for one step in bf16 and saved. The saved values differ between layouts because of
 rounding. Each checkpoint is then loaded under other layouts (`megatron.testing.reshard`). The loaded parameters, fp32

@@ -1,4 +1,4 @@
-"""The batch sizes of a run are compared with a step-by-step simulation."""
+"""Compare the batch sizes of a run with a step-by-step simulation."""
 
 from __future__ import annotations
 

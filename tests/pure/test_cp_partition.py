@@ -1,5 +1,5 @@
-"""Partition of tokens and attention tiles among context-parallel ranks. Each pair of a query and a key that the mask
-allows is computed exactly once."""
+"""Tests of the partition of tokens and attention tiles among context-parallel ranks. Each pair of a query and a key
+that the mask allows is computed exactly once."""
 
 from __future__ import annotations
 

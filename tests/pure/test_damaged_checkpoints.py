@@ -1,5 +1,5 @@
-"""Every kind of damage to checkpoint files is detected and reported. The newest intact checkpoint is loaded instead of
-a damaged one."""
+"""Test that every kind of damage to checkpoint files is detected and reported. The newest intact checkpoint is loaded
+instead of a damaged one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoint data files are byte-identical to files that torch.save writes. If a file contains many similar tensors,
-torch pickles and unpickles only a few of them."""
+"""Test that checkpoint data files are byte-identical to files that torch.save writes. If a file contains many similar
+tensors, torch pickles and unpickles only a few of them."""
 
 from __future__ import annotations
 

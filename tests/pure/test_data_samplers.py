@@ -1,4 +1,4 @@
-"""The samples of a step do not depend on the layout, the number of workers or the iteration at which the run
+"""Test that the samples of a step do not depend on the layout, the number of workers or the iteration at which the run
 resumed."""
 
 import threading

@@ -1,4 +1,4 @@
-"""A joined Python thread counts as ended only after its kernel thread has also ended."""
+"""Test that a joined Python thread counts as ended only after its kernel thread has also ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A failed process exits even if a step of its shutdown hangs or fails. The tests also check the advice in the failure
-report."""
+"""Test that a failed process exits even if a step of its shutdown hangs or fails. The tests also check the advice in
+the failure report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With --manual-gc, garbage is collected only at the given interval."""
+"""Test that, with --manual-gc, garbage is collected only at the given interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers that are written for Megatron-LM's log must read all console lines correctly."""
+"""Test that parsers that are written for Megatron-LM's log read all console lines correctly."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Computing the output layer and the loss in chunks of tokens changes neither losses, gradients nor the FLOPs of GEMMs,
-but needs less memory."""
+"""Test that computing the output layer and the loss in chunks of tokens changes neither losses, gradients nor the FLOPs
+of GEMMs, but needs less memory."""
 
 from __future__ import annotations
 

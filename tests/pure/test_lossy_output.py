@@ -1,4 +1,4 @@
-"""If output lines cannot be written, they are dropped and counted, and the run continues."""
+"""Test that output lines that cannot be written are dropped and counted, and that the run continues."""
 
 from __future__ import annotations
 

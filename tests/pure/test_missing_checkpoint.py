@@ -1,5 +1,5 @@
-"""If --load names a path without a checkpoint, a run either starts from scratch or reports an error, depending on its
-flags."""
+"""Tests of runs for which --load names a path without a checkpoint. Depending on its flags, such a run either starts
+from scratch or reports an error."""
 
 from __future__ import annotations
 

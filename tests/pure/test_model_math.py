@@ -1,4 +1,4 @@
-"""Computed numbers of parameters, FLOPs and bytes are compared with published models and with models that are built."""
+"""Compare computed numbers of parameters, FLOPs and bytes with published models and with models that are built."""
 
 from __future__ import annotations
 

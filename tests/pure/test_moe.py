@@ -1,5 +1,5 @@
-"""A mixture-of-experts layer in one process is compared with a straightforward implementation. The parts of the layer
-are also tested individually."""
+"""Compare a mixture-of-experts layer in one process with a straightforward implementation. The parts of the layer are
+also tested individually."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Multi-token prediction in one process is compared with an implementation of its formula in plain torch. The tests
-also check which later tokens count in the losses."""
+"""Compare multi-token prediction in one process with an implementation of its formula in plain torch. The tests also
+check which later tokens count in the losses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Output files are either complete or absent. If the output path is a device, a pipe or a link, it is not replaced by a
-file."""
+"""Test that output files are either complete or absent. If the output path is a device, a pipe or a link, it is not
+replaced by a file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention over packed sequences equals attention with the dense mask. In these tests, an implementation in plain
-torch with the same arguments replaces the GPU kernel. The kernel itself is tested in
+"""Test that attention over packed sequences equals attention with the dense mask. In these tests, an implementation in
+plain torch with the same arguments replaces the GPU kernel. The kernel itself is tested in
 `tests/gpu/test_flash_tiles.py`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""For any sizes of buffers, buckets and shards, the layout contains each element of each parameter exactly once."""
+"""Test that, for any sizes of buffers, buckets and shards, the layout contains each element of each parameter exactly
+once."""
 
 from __future__ import annotations
 

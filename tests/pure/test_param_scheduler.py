@@ -1,4 +1,4 @@
-"""Learning-rate schedules are compared with closed-form formulas, both at the boundaries of their phases and within the
+"""Compare learning-rate schedules with closed-form formulas, both at the boundaries of their phases and within the
 phases."""
 
 from __future__ import annotations

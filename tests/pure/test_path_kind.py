@@ -1,4 +1,5 @@
-"""The kind of a path, such as a checkpoint or a dataset, is recognized from the files that the path contains."""
+"""Test that the kind of a path, such as a checkpoint or a dataset, is recognized from the files that the path
+contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid file paths are refused before any code opens the files."""
+"""Test that invalid file paths are refused before any code opens the files."""
 
 from __future__ import annotations
 

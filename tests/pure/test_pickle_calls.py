@@ -1,5 +1,5 @@
-"""Files in the format of torch.save are refused if calls in their pickles would allocate gigabytes, even if the pickle
-has only a few bytes. Files that torch itself writes are accepted."""
+"""Test that files in the format of torch.save are refused if calls in their pickles would allocate gigabytes, even if
+the pickle has only a few bytes. Files that torch itself writes are accepted."""
 
 from __future__ import annotations
 

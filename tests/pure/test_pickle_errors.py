@@ -1,4 +1,4 @@
-"""If torch refuses a pickle, its error is reported in one line, without torch's advice."""
+"""Test that an error with which torch refuses a pickle is reported in one line, without torch's advice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Small pickles that would allocate gigabytes are refused. All pickles that Python's `pickle` module writes are
-accepted."""
+"""Test that small pickles that would allocate gigabytes are refused. All pickles that Python's `pickle` module writes
+are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The progress of long operations is printed as lines to a log file, and shown as a progress bar on a terminal."""
+"""Test that the progress of long operations is printed as lines to a log file, and shown as a progress bar on a
+terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of two runs that use the same rendezvous port must not be mixed up."""
+"""Test that ranks of two runs that use the same rendezvous port are not mixed up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`with_input_recomputed` saves the inputs of a cheap function instead of its results. The results may be tensors in
-any nested structure."""
+"""Tests of `with_input_recomputed`, which saves the inputs of a cheap function instead of its results. The results may
+be tensors in any nested structure."""
 
 from __future__ import annotations
 

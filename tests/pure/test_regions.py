@@ -1,4 +1,4 @@
-"""Compiled regions compute the same results as uncompiled code, in the forward and in the backward pass."""
+"""Test that compiled regions compute the same results as uncompiled code, in the forward and in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files for contributors (workflows, hooks and templates) match the tree."""
+"""Test that the files for contributors (workflows, hooks and templates) match the tree."""
 
 from __future__ import annotations
 

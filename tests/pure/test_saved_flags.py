@@ -1,4 +1,5 @@
-"""A run that resumes from a checkpoint takes the values of some flags from the configuration in the checkpoint."""
+"""Test that a run that resumes from a checkpoint takes the values of some flags from the configuration in the
+checkpoint."""
 
 from __future__ import annotations
 

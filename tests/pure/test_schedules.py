@@ -1,5 +1,5 @@
-"""For many numbers of ranks, stages and micro-batches, every pipeline schedule is complete, does not deadlock, and has
-the bubble that its paper states."""
+"""Test that, for many numbers of ranks, stages and micro-batches, every pipeline schedule is complete, does not
+deadlock, and has the bubble that its paper states."""
 
 import re
 

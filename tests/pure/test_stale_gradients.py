@@ -1,4 +1,4 @@
-"""The first micro-batch of a step overwrites the gradients of the previous step instead of adding to zeros.
+"""Test that the first micro-batch of a step overwrites the gradients of the previous step instead of adding to zeros.
 
 The parity matrix sets old gradients to NaN before each step, in one process and under all layouts.
 """

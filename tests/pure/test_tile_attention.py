@@ -1,4 +1,4 @@
-"""For every kernel, tiled attention gives the same result as attention with a dense mask."""
+"""Test that, for every kernel, tiled attention gives the same result as attention with a dense mask."""
 
 from __future__ import annotations
 

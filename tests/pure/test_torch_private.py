@@ -1,4 +1,4 @@
-"""Each private name of torch that this library uses must exist, and only one module may use private names."""
+"""Test that each private name of torch that this library uses exists, and that only one module uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of the whole source tree that no test of a single module can check."""
+"""Tests of properties of the whole source tree that no test of a single module can check."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Malformed values in the rendezvous store are treated as missing values, and cause neither a thread nor a run to
-end."""
+"""Test that malformed values in the rendezvous store are treated as missing values, and cause neither a thread nor a
+run to end."""
 
 from __future__ import annotations
 

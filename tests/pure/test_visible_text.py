@@ -1,4 +1,4 @@
-"""Control characters in values are shown as text instead of being sent to the terminal."""
+"""Test that control characters in values are shown as text instead of being sent to the terminal."""
 
 from __future__ import annotations
 

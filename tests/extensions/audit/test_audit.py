@@ -1,4 +1,4 @@
-"""Audits detect a flipped bit and report the rank and the tensor. In a correct run, audits raise no alarm."""
+"""Test that audits detect a flipped bit and report the rank and the tensor. In a correct run, audits raise no alarm."""
 
 from __future__ import annotations
 

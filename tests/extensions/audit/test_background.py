@@ -1,4 +1,4 @@
-"""A background process next to the run detects a flipped bit and names the rank."""
+"""Test that a background process next to the run detects a flipped bit and names the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If the results of a rank disagree with its audit twice, the rank exits with a failure, and all ranks are restarted
+"""Test that a rank exits with a failure if its results disagree with its audit twice. All ranks are then restarted
 within the job."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Moving averages of the weights match their definition under every layout. A resumed run computes bit-identical
-averages. The averages can also be used for evaluation."""
+"""Test that moving averages of the weights match their definition under every layout. A resumed run computes
+bit-identical averages. The averages can also be used for evaluation."""
 
 from __future__ import annotations
 

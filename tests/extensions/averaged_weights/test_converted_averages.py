@@ -1,4 +1,4 @@
-"""Averaged weights are converted to the formats of this program, Hugging Face and Megatron-LM."""
+"""Tests of the conversion of averaged weights to the formats of this program, Hugging Face and Megatron-LM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A merge needs memory for a few tensors, however many checkpoints are merged and however large the model is."""
+"""Test that a merge needs memory for only a few tensors, however many checkpoints are merged and however large the
+model is."""
 
 from __future__ import annotations
 

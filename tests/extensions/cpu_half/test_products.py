@@ -1,5 +1,5 @@
-"""On CPUs without 16-bit instructions, 16-bit matrix products are computed in fp32. The results match torch's 16-bit
-products within one rounding, and all ranks use the same method."""
+"""Test that 16-bit matrix products are computed in fp32 on CPUs without 16-bit instructions. The results match torch's
+16-bit products within one rounding, and all ranks use the same method."""
 
 from __future__ import annotations
 

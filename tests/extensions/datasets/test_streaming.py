@@ -1,4 +1,4 @@
-"""A data stream can be indexed like a dataset: samples may be requested in any order."""
+"""Test that a data stream can be indexed like a dataset. Samples may be requested in any order."""
 
 from __future__ import annotations
 

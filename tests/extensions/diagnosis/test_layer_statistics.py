@@ -1,5 +1,5 @@
-"""Layer statistics (--log-layer-stats) match values that are computed directly in one process, and are equal under
-every layout."""
+"""Test that layer statistics (--log-layer-stats) match values that are computed directly in one process, and are equal
+under every layout."""
 
 from __future__ import annotations
 

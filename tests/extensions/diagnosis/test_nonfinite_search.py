@@ -1,5 +1,5 @@
-"""Steps with a non-finite loss or gradient are detected, saved and replayed. The tests use one process and several
-parallel layouts."""
+"""Test that steps with a non-finite loss or gradient are detected, saved and replayed. The tests use one process and
+several parallel layouts."""
 
 from __future__ import annotations
 

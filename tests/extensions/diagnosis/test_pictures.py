@@ -1,4 +1,4 @@
-"""Drawings of traces, rank maps and memory show the right numbers and are valid SVG."""
+"""Test that drawings of traces, rank maps and memory show the right numbers and are valid SVG."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Bugs that hardly change the loss are planted in small training runs. --log-layer-stats reports each bug and raises no
-alarm in runs without bugs."""
+"""Tests that plant bugs in small training runs. The bugs hardly change the loss. --log-layer-stats reports each bug and
+raises no alarm in runs without bugs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/replay_step.py replays the last step of a diverging run."""
+"""Test that tools/replay_step.py replays the last step of a diverging run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--check-replicas reports nothing in a healthy run and names the exact differences in a broken run."""
+"""Test that --check-replicas reports nothing in a healthy run and names the exact differences in a broken run."""
 
 from __future__ import annotations
 

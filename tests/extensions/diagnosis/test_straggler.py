@@ -1,5 +1,5 @@
-"""All ranks take the same time per step, because fast ranks wait for the slow rank. The slow rank is identified
-nevertheless."""
+"""Tests of the detection of a slow rank. All ranks take the same time per step, because fast ranks wait for the slow
+rank. The slow rank is identified nevertheless."""
 
 from __future__ import annotations
 

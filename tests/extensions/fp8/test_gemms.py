@@ -1,5 +1,5 @@
-"""The errors of casts to fp8 are compared with the exact error bounds of the fp8 formats. Every fp8 GEMM is compared
-with a GEMM of the dequantized operands."""
+"""Tests of casts to fp8 and of fp8 GEMMs. The errors of casts are compared with the exact error bounds of the fp8
+formats. Every fp8 GEMM is compared with a GEMM of the dequantized operands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Fp8 linear layers that are sharded over tensor-parallel ranks are compared with one process. Apart from the fp8
-casts, all values are fp32 instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per
-expert.
+"""Compare fp8 linear layers that are sharded over tensor-parallel ranks with one process. Apart from the fp8 casts, all
+values are fp32 instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per expert.
 
 Every rank casts its shard of a tensor with the same scales as one process casts the whole tensor. The results therefore
 differ only by the order of sums.

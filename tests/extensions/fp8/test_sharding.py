@@ -1,5 +1,5 @@
-"""With fp8 layers, low-precision optimizer states and a fused residual stream, the results of ZeRO-2 and ZeRO-3 are
-bit-identical to those of ZeRO-1.
+"""Test that the results of ZeRO-2 and ZeRO-3 are bit-identical to those of ZeRO-1, with fp8 layers, low-precision
+optimizer states and a fused residual stream.
 
 With one micro-batch per rank, all sharding strategies add the same gradients in the same order, so their results are
 bit-identical.

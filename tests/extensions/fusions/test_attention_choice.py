@@ -1,4 +1,4 @@
-"""A run uses the fastest attention kernel, which is the same on all ranks. The tests use simulated clocks."""
+"""Test that a run uses the fastest attention kernel, which is the same on all ranks. The tests use simulated clocks."""
 
 from __future__ import annotations
 

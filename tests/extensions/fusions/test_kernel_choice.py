@@ -1,5 +1,5 @@
-"""At the start of a run, kernels are compared with torch. If a kernel is wrong, fails or is slow, torch is used
-instead. The run reports such kernels in a single line."""
+"""Tests of the choice of kernels. At the start of a run, kernels are compared with torch. If a kernel is wrong, fails
+or is slow, torch is used instead. The run reports such kernels in a single line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""With --compile, a layer defers its last residual addition, which is fused into the next norm. The tests run regions
-uncompiled and compare them with a model that uses plain additions."""
+"""Tests of the fused residual stream. With --compile, a layer defers its last residual addition, which is fused into
+the next norm. The tests run regions uncompiled and compare them with a model that uses plain additions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel layouts of models with gated norms and gated latent attention are compared with one process. The tests in
+"""Compare parallel layouts of models with gated norms and gated latent attention with one process. The tests in
 tests/extensions/hugging_face compare logits and gradients with those of transformers."""
 
 from __future__ import annotations

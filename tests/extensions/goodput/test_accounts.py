@@ -1,4 +1,4 @@
-"""A resumed run continues the wall-time accounting of its earlier starts."""
+"""Test that a resumed run continues the wall-time accounting of its earlier starts."""
 
 from __future__ import annotations
 

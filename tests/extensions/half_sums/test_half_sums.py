@@ -1,4 +1,4 @@
-"""With --disable-bf16-reduced-precision-matmul, cuBLAS adds the partial sums of bf16 GEMMs in fp32."""
+"""Test that --disable-bf16-reduced-precision-matmul makes cuBLAS add the partial sums of bf16 GEMMs in fp32."""
 
 from __future__ import annotations
 

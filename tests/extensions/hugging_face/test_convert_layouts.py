@@ -1,5 +1,6 @@
-"""A Hugging Face folder is converted to a checkpoint. A parallel run loads the checkpoint and saves it again, and the
-saved checkpoint is converted back. The resulting folder must have the same bytes."""
+"""Tests of conversion in combination with parallel runs. A Hugging Face folder is converted to a checkpoint. A parallel
+run loads the checkpoint and saves it again, and the saved checkpoint is converted back. The resulting folder must have
+the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Exports of randomly drawn models are either refused with a reason, or load back as the same model, bit for bit."""
+"""Test that exports of randomly drawn models are either refused with a reason, or load back as the same model, bit for
+bit."""
 
 from __future__ import annotations
 

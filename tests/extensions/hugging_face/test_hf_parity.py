@@ -1,4 +1,4 @@
-"""Logits and gradients equal those of `transformers` for random tiny models of each family."""
+"""Test that logits and gradients equal those of `transformers` for random tiny models of each family."""
 
 from __future__ import annotations
 

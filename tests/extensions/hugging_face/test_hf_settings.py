@@ -1,5 +1,5 @@
-"""Weights and settings of Hugging Face families convert in both directions. Error messages name the settings that a
-family cannot express."""
+"""Test that weights and settings of Hugging Face families convert in both directions. Error messages name the settings
+that a family cannot express."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A config.json that lacks keys is read as transformers reads it, with the same defaults and the same rules for derived
-keys."""
+"""Test that a config.json that lacks keys is read as transformers reads it, with the same defaults and the same rules
+for derived keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Each recipe for a published model is valid. Each parameter of the recipe's model matches a parameter of the published
-model class."""
+"""Test that each recipe for a published model is valid. Each parameter of the recipe's model matches a parameter of the
+published model class."""
 
 from __future__ import annotations
 

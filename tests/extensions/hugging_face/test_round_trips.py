@@ -1,4 +1,4 @@
-"""A folder that is converted to a checkpoint and back keeps its family, token ids and number formats."""
+"""Test that a folder that is converted to a checkpoint and back keeps its family, token ids and number formats."""
 
 from __future__ import annotations
 

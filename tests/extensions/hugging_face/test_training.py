@@ -1,4 +1,5 @@
-"""Twenty steps of a run that starts from a Hugging Face folder equal those of transformers with torch's AdamW."""
+"""Test that twenty steps of a run that starts from a Hugging Face folder equal twenty steps of transformers with
+torch's AdamW."""
 
 from __future__ import annotations
 

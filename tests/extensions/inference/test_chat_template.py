@@ -1,4 +1,4 @@
-"""The texts that chat templates produce are compared with the texts that transformers produces. Invalid and malicious
+"""Compare the texts that chat templates produce with the texts that transformers produces. Invalid and malicious
 templates are also tested."""
 
 from __future__ import annotations

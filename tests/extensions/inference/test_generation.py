@@ -1,4 +1,4 @@
-"""Generated text is compared with that of a reference implementation, which reads the whole text again for each new
+"""Compare generated text with the text of a reference implementation, which reads the whole text again for each new
 token."""
 
 from __future__ import annotations

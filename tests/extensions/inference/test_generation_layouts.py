@@ -1,4 +1,4 @@
-"""Text that is generated under layouts with several ranks is compared with text that one process generates."""
+"""Compare text that is generated under layouts with several ranks with text that one process generates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A job that continues on fewer ranks chooses a valid layout with the same batch size. The job keeps the layout of the
-run if no other layout is better."""
+"""Test that a job that continues on fewer ranks chooses a valid layout with the same batch size. The job keeps the
+layout of the run if no other layout is better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parent processes of all ranks agree on the number of the next start and on which processes were lost."""
+"""Test that the parent processes of all ranks agree on the number of the next start and on which processes were
+lost."""
 
 from __future__ import annotations
 

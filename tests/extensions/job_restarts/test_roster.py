@@ -1,4 +1,4 @@
-"""The roster assigns ranks to the remaining processes of the launcher after some processes are lost."""
+"""Tests of the roster, which assigns ranks to the remaining processes of the launcher after some processes are lost."""
 
 from __future__ import annotations
 

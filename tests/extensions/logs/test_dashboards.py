@@ -1,4 +1,4 @@
-"""Metric records are written to TensorBoard and Weights & Biases files and read back with the readers of both
+"""Write metric records to TensorBoard and Weights & Biases files, and read them back with the readers of both
 packages."""
 
 from __future__ import annotations

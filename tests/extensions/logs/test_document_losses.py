@@ -1,5 +1,5 @@
-"""With --document-loss-log, the logged evaluation loss of each document equals the mean loss of the document's tokens,
-under every layout."""
+"""Test that, with --document-loss-log, the logged evaluation loss of each document equals the mean loss of the
+document's tokens under every layout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tools for Megatron-LM's output work with this program: log parsers read the lines of --log-format megatron, and
-dashboards read the files in --tensorboard-dir."""
+"""Test that tools for Megatron-LM's output work with this program. Log parsers read the lines of --log-format megatron,
+and dashboards read the files in --tensorboard-dir."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The logged parameter norm and the logged number of zero gradients count each element of the model exactly once under
-every layout."""
+"""Test that the logged parameter norm and the logged number of zero gradients count each element of the model exactly
+once under every layout."""
 
 from __future__ import annotations
 

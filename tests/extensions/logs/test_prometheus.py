@@ -1,4 +1,4 @@
-"""Metric records are served in Prometheus's format, and the tests parse them with Prometheus's own parser."""
+"""Test that metric records are served in Prometheus's format. The tests parse them with Prometheus's own parser."""
 
 from __future__ import annotations
 

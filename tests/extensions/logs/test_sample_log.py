@@ -1,5 +1,5 @@
-"""`--sample-log` lists the same samples in the same order under any layout, micro-batch size and number of workers.
-tests/faults/test_kills.py compares the samples of a run that is killed and resumed."""
+"""Test that `--sample-log` lists the same samples in the same order under any layout, micro-batch size and number of
+workers. tests/faults/test_kills.py compares the samples of a run that is killed and resumed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""With --log-source-loss, the logged training and evaluation losses of each dataset in a blend equal the mean loss over
-the tokens of this dataset."""
+"""Test that, with --log-source-loss, the logged training and evaluation losses of each dataset in a blend equal the
+mean loss over the tokens of this dataset."""
 
 from __future__ import annotations
 
