@@ -130,8 +130,8 @@ def _with_schedule(style: str, ramp: str) -> RunConfig:
 
 
 def test_changing_the_unit_keeps_the_position_in_the_schedule() -> None:
-    """The run changes its batch size from 8 to 4 after 16 of 40 iterations. Its length is then given in samples instead
-    of iterations, and later in iterations again."""
+    """The run changes its batch size from 8 to 4 after 16 of 40 iterations. The length of the run is then given in
+    samples instead of iterations, and later in iterations again."""
     first = plan_of(config_of(STYLES[0], "iters", 8))
     second, position = resumed(first, 16, config_of(STYLES[0], "iters", 4))
     assert position == 16 * 4

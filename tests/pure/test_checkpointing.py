@@ -1,4 +1,4 @@
-"""Tests of saving and loading a one-process run. They cover the resumed state, checkpoints that are refused, and
+"""Tests of saving and loading a one-process run. The tests cover the resumed state, checkpoints that are refused, and
 untrusted files."""
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def test_problems_of_a_command_are_reported_with_all_other_problems(capsys: pyte
 def test_a_run_without_a_batch_size_is_one_problem(
     flags: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The flags do not determine a valid batch size. Exactly one problem is reported, and no further problems that
-    result from it."""
+    """The flags do not determine a valid batch size. Only this problem is reported, and no problems that result from
+    it."""
     assert ended(flags) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert said.startswith(f"  {problem}")

@@ -1,6 +1,6 @@
-"""Tests of the order of samples. In recorded cases, the order equals the order in Megatron-LM. For arbitrary data, it
-equals the order that a straightforward implementation computes. A run that is extended uses each token of an epoch as
-an input exactly once."""
+"""Tests of the order of samples. In recorded cases, the order equals the order in Megatron-LM. For arbitrary data, the
+order equals the order that a straightforward implementation computes. A run that is extended uses each token of an
+epoch as an input exactly once."""
 
 import json
 from collections import Counter

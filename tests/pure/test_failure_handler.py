@@ -40,7 +40,7 @@ FAILURE = Failure(1, "rank 1 of 2", "step 3", "an error", "its traceback", "corr
 
 
 class NoBoard:
-    """Replacement for a `Board` whose store is unavailable. Each request only calls `answer`."""
+    """Replacement for a `Board` whose store is unavailable. Each request calls `answer` and does nothing else."""
 
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer, self.peers = answer, dict[int, Any]()
@@ -104,7 +104,8 @@ def test_a_second_thread_ends_a_hanging_process(tmp_path: Path, monkeypatch: pyt
         handler.unreachable(FAILURE, [1])
 
     assert ended(tmp_path, hang, end).count("RUN FAILED: rank 1 of 2\n") == 1
-    assert (tmp_path / "closed").exists()  # the second shutdown function was called even though the first one hangs
+    # The second shutdown function was called even though the first function hangs.
+    assert (tmp_path / "closed").exists()
 
 
 @pytest.mark.parametrize("what", ["a report", "an error in it"])

@@ -65,8 +65,8 @@ def test_the_layer_matches_its_plain_implementation(case: str, dispatcher: str) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
-    """Spare rows belong to no expert. Their values must affect neither outputs nor gradients, and all outputs must be
-    finite."""
+    """Spare rows belong to no expert. The values of spare rows must affect neither outputs nor gradients, and all
+    outputs must be finite."""
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype)
     x[8:] = torch.nan
     segments, exact = Segments.of_counts(torch.tensor([3, 0, 5]), True), Segments.of_sizes((3, 0, 5), x.device)

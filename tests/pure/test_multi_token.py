@@ -24,8 +24,8 @@ CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.
 
 def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """Return the sum of the main losses, and the sums of the losses for the two prediction depths. The function
-    implements the formula of arXiv 2412.19437 with the norms, projections and layers of the model. It determines for
-    each token separately whether its loss counts."""
+    implements the formula of arXiv 2412.19437 with the norms, projections and layers of the model. The function
+    determines for each token separately whether the loss of the token counts."""
     b, s = batch.tokens.shape
     words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
     positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids

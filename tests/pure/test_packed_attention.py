@@ -31,8 +31,8 @@ from tests.pure.test_tile_attention import (
 
 
 class Twin:
-    """Plain-torch replacement for the GPU kernel. It computes each sequence separately by the definition of attention.
-    Keys and values must have equal widths."""
+    """Plain-torch replacement for the GPU kernel. The replacement computes each sequence separately by the definition
+    of attention. Keys and values must have equal widths."""
 
     def __init__(self) -> None:
         self.seen = list[Lengths]()

@@ -1,4 +1,4 @@
-"""Tests of registries. They cover names, lazy imports, declared facts, and error messages that name the place of
+"""Tests of registries. The tests cover names, lazy imports, declared facts, and error messages that name the place of
 registration."""
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def test_protocols_describe_registered_parts() -> None:
     ],
 )
 def test_a_storage_without_all_its_methods_is_refused(left_out: str, changed: dict[str, Any], said: str) -> None:
-    """A storage class is checked when it is registered. Otherwise, a missing method would only be detected when a
+    """A storage class is checked when it is registered. Otherwise, a missing method would be detected only when a
     checkpoint is saved."""
     methods = {name: getattr(LocalStorage, name) for name in ("names", "size", "read", "write", "remove")} | changed
     methods.pop(left_out, None)

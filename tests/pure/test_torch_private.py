@@ -15,7 +15,8 @@ from tests.apart import ROOT
 PRIVATE = ROOT / "megatron/core/torch_private.py"
 
 EXPLAINED = {
-    # This file replaces parts of torch's compiler to generate GPU code without a GPU. Only its own command imports it.
+    # This file replaces parts of torch's compiler to generate GPU code without a GPU. The file is a command, and only
+    # tests import it.
     "tools/bench/fake_cuda.py",
 }
 """Files that may use private names of torch. The comment before each file states the reason."""

@@ -44,8 +44,8 @@ def test_a_sketch_detects_equal_bits_and_measures_the_distance() -> None:
 
 
 def report(rank: int, kind: str = "", **facts: object) -> Report:
-    """Return an audit report for one of four replicas with one rank each. The report names the next replica as the one
-    that recomputes the work of this replica."""
+    """Return an audit report for one of four replicas with one rank each. According to the report, the next replica
+    recomputes the work of this replica."""
     first = Difference(kind, "tensor", 0.5, **facts) if kind else None  # type: ignore[arg-type]
     return Report(rank, f"host{rank}", (rank + 1) % 4, first)
 

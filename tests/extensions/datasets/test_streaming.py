@@ -16,8 +16,8 @@ FORMAT = SampleFormat(seq_length=3, vocab_size=1000)
 
 
 class Numbers:
-    """Dataset whose sample n consists of four tokens with the id n. The dataset records the first sample of each
-    iteration over it."""
+    """Dataset whose sample n consists of four tokens with the id n. For each iteration over the dataset, the number of
+    the first sample is recorded."""
 
     def __init__(self, end: int = 10**9) -> None:
         self.end, self.begun = end, list[int]()

@@ -136,8 +136,8 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_branch_counts_only_its_own_time_and_flops() -> None:
-    """The branched run has two log lines after iteration 100. Each log line covers 10 steps of 0.5 seconds. The report
-    also works without events."""
+    """The branched run has two log lines after iteration 100. Each log line covers 10 steps of 0.5 seconds. The time is
+    the same if the run has no recorded events."""
     lines = [{"iteration": at, "lm_loss": 2.0, "consumed_tokens": at, "step_time": 0.5} for at in (110, 120)]
     for events in ([{"event": "start", "iteration": 100}], []):
         branch = RunFolder(Path("branch"), lines, events=events)
@@ -231,8 +231,8 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
 
 
 def test_a_run_resumed_under_another_layout_is_reported(run: Path) -> None:
-    """The report describes the ranks of the last start, and it labels a trace from an earlier start as such. If two
-    starts follow each other without an end between them, the run was killed."""
+    """The report describes the ranks of the last start. If the trace is from an earlier start with a different layout,
+    the report states this. If the event log contains a start without an end, the run was killed."""
     record_event(run, "start", iteration=30, world_size=8)
     (run / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(run)

@@ -20,7 +20,7 @@ def scalar(value: float) -> torch.Tensor:
 
 
 def feed(judge: StepJudge, loss: float, norm: float = 1.0, overflow: bool = False) -> tuple[bool, bool]:
-    """Judge a step with four tokens, and return two booleans: whether the step is skipped, and whether the step is a
+    """Judge a step with four tokens, and return two booleans: True if the step is skipped, and True if the step is a
     spike."""
     sums = torch.tensor([4 * loss, 4.0], dtype=torch.float64)
     skip, spike = judge(scalar(norm), scalar(float(overflow)), sums)

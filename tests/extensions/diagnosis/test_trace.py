@@ -44,7 +44,7 @@ def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, 
 
 
 def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
-    """Train, and return two values: the last loss, and whether torch.distributed and the executor are unchanged
+    """Train, and return two values: the last loss, and True if torch.distributed and the executor are unchanged
     afterwards."""
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     run, _ = run_of(rank, size, flags, folder)

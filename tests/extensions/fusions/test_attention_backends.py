@@ -228,7 +228,8 @@ def gradients(out: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("widths", [(10, 6), (6, 10)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_kernels_of_equal_widths_support_other_value_widths(widths: tuple[int, int], window: int | None) -> None:
-    """A kernel that requires equal widths gives the same output and gradients as a kernel that does not."""
+    """A kernel that requires equal widths gives the same output and gradients as a kernel that supports different
+    widths."""
     qkv, documents = operands_of(*widths), ((0, 5), (0, 7, 9))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3), documents, window))
     assert expected.shape == (12, 2, 4, widths[1])

@@ -149,8 +149,8 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
 
 
 def swiglu_operands() -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield operands for SwiGLU. Some have sizes that are not multiples of a tile, some are empty, and some contain
-    non-finite values."""
+    """Yield operands for SwiGLU. Some operands have sizes that are not multiples of a tile, some are empty, and some
+    contain non-finite values."""
     generator = torch.Generator().manual_seed(5)
     for n, f, dtype in ((150, 70, torch.bfloat16), (33, 17, torch.float32), (0, 24, torch.bfloat16)):
         x, grad = (torch.randn(n, width, generator=generator) for width in (2 * f, f))

@@ -216,7 +216,8 @@ def test_norms_compile_to_wide_loads_and_stores() -> None:
         backward = compiled_backward(NAMED[0], capability, fp8)
         assert compiled_backward(NAMED[0], capability, fp8, columns=False).asm["cubin"]
         # A thread loads 64 elements of each operand, or 16 in a backward pass, 8 elements at a time. A chunked kernel
-        # reads gamma for each row. Such a kernel reads all other operands twice, except the gradient of the sum.
+        # reads gamma for each row. A chunked kernel also reads all other operands twice, except the gradient of the
+        # residual sum.
         for built, expected in ((forward, 16), (backward, 14)):
             loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
             assert expected <= loads <= expected + 4, loads

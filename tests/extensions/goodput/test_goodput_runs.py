@@ -59,7 +59,7 @@ def test_goodput_of_a_killed_and_resumed_run(tmp_path: Path) -> None:
         assert all(each[key] >= 0 for key in KEYS)
     before, after = records[3], records[4]  # the first process trained and saved iteration 4
     assert before["goodput_repeated_seconds"] == before["goodput_idle_seconds"] == 0
-    assert after["goodput_repeated_seconds"] >= 0.1  # iterations 5 and 6 are repeated; iteration 7 was never logged
+    assert after["goodput_repeated_seconds"] >= 0.1  # iterations 5 and 6 are repeated, and iteration 7 was never logged
     assert 1 <= after["goodput_idle_seconds"] < wall
     assert after["goodput_useful_seconds"] >= 4 * 0.05 and after["goodput_skipped_seconds"] > 0
     last = records[-1]

@@ -89,7 +89,7 @@ def is_legal(config: TransformerConfig) -> bool:
     try:
         return not any(problem.flag in of_models for problem in validate(run_of(config), 1))
     except ArithmeticError:
-        return False  # a size is not divisible by another size; rules for the other flags of a complete run report this
+        return False  # some sizes are not divisible, which rules for other flags report in a complete run
 
 
 def weights_of(config: TransformerConfig) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from tests.extensions.hugging_face.hf_exact import fp64, transformers
 
 OF_NO_MODEL = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 TRAINED_WITH = ("attention_dropout", "hidden_dropout", "init_method_std")
-"""Fields of a config.json that only affect training, not the outputs of the model."""
+"""Fields of a config.json that affect only training, not the outputs of the model."""
 
 SMALL = 200_000
 """Largest number of parameters of a model whose logits are compared."""

@@ -140,8 +140,8 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
 
 
 def test_the_text_model_of_a_gemma_4_folder_is_read(tmp_path: Path) -> None:
-    """The folder's tensor names have a different prefix. The text model has a norm and layers whose names have no
-    prefix."""
+    """The names of tensors in this folder have a different prefix. The text model has a norm and layers whose names
+    have no prefix."""
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.Gemma4Config(text_config=sweep.tiny("gemma4_text"), vision_config=vision, audio_config=None)
     transformers.Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path)

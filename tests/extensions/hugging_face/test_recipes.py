@@ -37,7 +37,7 @@ def published_model(settings: Any) -> torch.nn.Module:
     """Return the transformers model for a configuration. For Step-3.5, return the text model, which has no output
     layer."""
     if settings.model_type == "nemotron_h":
-        # initial step sizes can only be drawn if the minimum is above 0
+        # initial step sizes can be drawn only if the minimum is above 0
         settings.time_step_min = settings.time_step_max
     if settings.model_type != "step3p5":
         model = transformers.AutoModelForCausalLM.from_config(settings)

@@ -51,7 +51,7 @@ RENAMED = ("longcat_flash", "olmo_hybrid", "deepseek_v4", "kimi_linear")
 
 @pytest.mark.parametrize("family", [family for family in RENAMED if family in FAMILIES])
 def test_a_folder_that_transformers_saved_survives_a_round_trip(family: str, tmp_path: Path) -> None:
-    """Some tensors that the transformers class saves have other names than in published files, or are split
+    """The transformers class saves some tensors under different names than in published files, or splits them
     differently. Exports follow the published files. The class can load both kinds of files completely."""
     settings = sweep.tiny(family)
     if family == "olmo_hybrid":

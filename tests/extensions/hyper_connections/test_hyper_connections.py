@@ -48,8 +48,8 @@ def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
 
 
 def test_initial_factors_match_megatron() -> None:
-    """The output factor of the streams after the last layer is initialized to 1. --mhc-init-gating-factor only
-    initializes the factors of sublayers."""
+    """The output factor of the streams after the last layer is initialized to 1. --mhc-init-gating-factor initializes
+    only the factors of sublayers."""
     found = {name: p for name, (p, _) in GPTModel(STREAMS, FP64).named_metas().items()}
     sums = [p for name, p in found.items() if name.endswith("hc_head_scale")]
     gates = [p for name, p in found.items() if ".alpha_" in name]

@@ -1,5 +1,5 @@
-"""Fixture for the tests of inference. It provides the checkpoint of a briefly trained model, which generates varied
-tokens."""
+"""Fixture for the tests of inference. The fixture provides the checkpoint of a briefly trained model, which generates
+varied tokens."""
 
 from __future__ import annotations
 

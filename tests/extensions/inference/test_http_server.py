@@ -363,7 +363,7 @@ def test_late_bodies_are_refused() -> None:
     with serving(replace(LIMITS, read_seconds=0.3)) as served:
         with served.raw() as silent:
             assert silent.recv(1) == b"", "a connection that sends nothing is closed"
-        # the answer is empty if the head of the request is late too; in this case, send the request again
+        # if the head of the request is late too, the answer is empty, and the request is sent again
         found = next(filter(None, (answer() for _ in range(100))), b"")
         assert found.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in found
 

@@ -7,7 +7,7 @@ Two ranks run on separate hosts, with in-memory copies of checkpoints and restar
 turn: by SIGKILL, by an error, and by SIGKILL after the in-memory copies are complete. Between any two faults, the
 program measures the processes once: the ranks, their parent processes, which the launcher started, and the processes
 that hold copies. The program prints the means over the first and the last tenth of the samples, and the bytes of logs
-per step. This program does not check the losses of the run; `tests.extensions.peer_copies.campaign` checks them.
+per step. This program does not check the losses of the run, which `tests.extensions.peer_copies.campaign` checks.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank(begin: Callable[..., Run], undis
 def test_a_parent_records_a_failure_that_its_rank_did_not_record(
     begin: Callable[..., Run], undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine, a rank may exit before it has recorded the failure that ends it."""
+    """On a busy machine, a rank may exit before it has recorded the failure that makes it exit."""
     monkeypatch.setattr(PeerCopies, "_note_fault", lambda self: None)
     run = begin(3, 1)
     run.start(Planned("host 1", 0, 2))

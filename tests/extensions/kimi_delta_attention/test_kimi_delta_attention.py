@@ -30,7 +30,7 @@ def test_chunks_match_the_recurrence(length: int, chunk: int, packed: bool) -> N
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    """The decay is strong both within a chunk and within a block."""
+    """The decay is strong both over a whole chunk and inside a single block."""
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 
 

@@ -1,5 +1,5 @@
 """Tests of scaling ladders. The tests check that fits recover known scaling laws and that the runs of a ladder resume.
-They also compare a run with its prediction."""
+Other tests compare a run with its prediction."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def test_delta_product_matches_the_recurrence(starts: tuple[int, ...]) -> None:
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
     """Return a replacement for flash-linear-attention's chunk_gated_delta_rule. The replacement asserts that operands
-    are 16-bit tensors [b, s, heads, d] with equal numbers of query, key and value heads. For packed sequences, it also
-    asserts that the batch size is one."""
+    are 16-bit tensors [b, s, heads, d] with equal numbers of query, key and value heads. For packed sequences, the
+    replacement also asserts that the batch size is one."""
 
     def chunk_gated_delta_rule(
         q: Tensor,

@@ -57,8 +57,8 @@ def test_parsers_find_the_expected_values(log: str, pattern: str) -> None:
 
 
 def test_fields_are_separated_by_bars(log: str) -> None:
-    """Each field between bars consists of a name, a colon and a number, so `grep -Eo 'name [^|]*'` and `cut -d'|'` can
-    extract it."""
+    """Each field between bars consists of a name, a colon and a number, so that `grep -Eo 'name [^|]*'` and `cut -d'|'`
+    can extract the field."""
     lines = [line for line in log.splitlines() if re.search(r"\] iteration +\d+/", line)]
     fields = [dict(field.split(":", 1) for field in line.split("|")[1:-1]) for line in lines]
     assert len(fields) == 5 and all(each.keys() == fields[0].keys() for each in fields)

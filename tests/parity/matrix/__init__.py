@@ -100,8 +100,8 @@ _plain_sample = mock_data.MockGPTDataset.__getitem__
 
 def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
     """Return a sample with a loss mask of random density. Samples 0, 1 and 7 are fully masked. Entire micro-batches
-    therefore have no loss, and with several data-parallel ranks, one entire rank has no loss. In sample 5, the tokens
-    of one of two context-parallel ranks are masked."""
+    therefore have no loss, and under layouts with several data-parallel ranks, one entire rank has no loss. In sample
+    5, the tokens of one of two context-parallel ranks are masked."""
     random = np.random.default_rng(index)
     mask = (random.random(self.format.seq_length) < random.random()).astype(np.float32)
     if index in (0, 1, 7):
@@ -117,8 +117,8 @@ def _counting_on_the_device(kind: Any) -> Any:
 
 @contextmanager
 def settings(combination: Combination) -> Iterator[None]:
-    """Apply the settings of a combination that cannot be set with flags: sizes, data, and whether row counts stay on
-    the device as on a GPU."""
+    """Apply the settings of a combination that cannot be set with flags: sizes, data, and the option that row counts
+    stay on the device as on a GPU."""
     patches: list[tuple[Any, str, Any]] = [
         (compiled_regions, "_compiled", lambda function, static: function),
         (mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),

@@ -75,8 +75,8 @@ def illegal_pairs() -> set[Pair]:
 
 def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
     """Search for a valid combination that contains `pair`, and return the combination, or None if the search finds
-    none. The search starts from a known combination that contains one choice of the pair. It then tries choices of
-    combinations that contain the other choice, and random choices, and keeps the ones that add no faults."""
+    none. The search starts from a known combination that contains one choice of the pair. The search then tries choices
+    of combinations that contain the other choice, and random choices, and keeps those that add no faults."""
     with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
     free = [name for name in FACTORS if name not in dict(pair)]
     sizes = [name for name in free if name in SIZES]
