@@ -125,7 +125,7 @@ class CachedGeneration:
     """True if all model replicas must run the same passes, which is the case if experts or parameters are sharded over
     the replicas.
 
-    If False, each replica continues a different part of the prompts.
+    If False, the prompts are divided among the replicas.
     """
 
     def __call__(self, requests: Sequence[Request]) -> list[str]:

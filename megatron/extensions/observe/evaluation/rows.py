@@ -1,4 +1,5 @@
-"""Creation of token rows from contexts and continuations, and of batches of rows. This module does not import torch.
+"""Create rows of tokens from contexts and continuations, and divide the rows into batches. This module does not import
+torch.
 
 A row is a sequence of input tokens for the model. The label of a token is the next token. Log-likelihoods are computed
 for the last `scored` labels. As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of

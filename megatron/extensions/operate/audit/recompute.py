@@ -65,9 +65,8 @@ LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 
 
 
 class Piece(NamedTuple):
-    """Part of a gradient that one rank computes or owns. The gradient of a parameter slice, which begins at `offset`
-    and has the shape `shape`, is flattened. The piece consists of the elements [start, stop) of the flattened
-    gradient."""
+    """Part of a gradient that one rank computes or owns. `offset` and `shape` select a slice of the parameter. The
+    piece consists of the elements [start, stop) of the flattened gradient of this slice."""
 
     rank: int
     name: str

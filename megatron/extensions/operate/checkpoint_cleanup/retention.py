@@ -1,5 +1,5 @@
-"""Checkpoint retention: a pure function that chooses the checkpoints to delete, and the deletion of these
-checkpoints."""
+"""Checkpoint retention. A pure function chooses the checkpoints to delete. The other functions of this module delete
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forking of processes that end when their parent ends."""
+"""Fork processes that end when their parent ends."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
 
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
 """Modules that torch and this program normally import on first use. The parent imports these modules before it forks a
-child, so that the child inherits them. Their import takes seconds."""
+child, so that the child inherits them. Importing these modules takes seconds."""
 
 IN_ORDER = 8
 """Index of the byte in `_progress` that states whether the run chose the exit code of the child (1), or not (0), for
@@ -123,7 +123,7 @@ class ReportsProgress(Callback):
 
 
 class Kept:
-    """Child process of a parent. The child runs the rank of the parent."""
+    """Child process that a parent forks. The child trains as the rank of the parent."""
 
     def __init__(self, attempt: Callable[[], int], environ: Mapping[str, str]) -> None:
         flush_output()

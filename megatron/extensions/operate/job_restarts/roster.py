@@ -1,5 +1,5 @@
-"""Assignment of ranks to processes of the launcher. The assignment depends only on the live processes and their hosts.
-This module does not import torch.
+"""Assign ranks to the processes that the launcher starts. The assignment depends only on the live processes and their
+hosts. This module does not import torch.
 
 A worker is a process of the launcher, identified by the number that the launcher assigns. A roster contains the worker
 of each rank. Living workers that are not in the roster are spares.

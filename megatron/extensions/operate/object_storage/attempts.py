@@ -1,5 +1,5 @@
-"""Checkpoints in object storage. Each attempt to write a checkpoint writes its own objects. This module does not import
-torch.
+"""Checkpoints in object storage. Each attempt to write a checkpoint writes separate objects. This module does not
+import torch.
 
 A store may execute a request long after the process that sent the request has died, or after the process has repeated
 the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
@@ -54,7 +54,8 @@ class AttemptStorage(FsspecStorage):
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
         self._current: dict[PurePath, str] = {}
-        """Maps a checkpoint folder to the name of its published attempt; the name is empty if there is none."""
+        """Maps a checkpoint folder to the name of the attempt that `published.txt` declares valid; the name is empty if
+        there is no valid attempt."""
 
         self._begun: dict[PurePath, Begun] = {}
         self._cleaned = set[PurePath]()
@@ -102,7 +103,7 @@ class AttemptStorage(FsspecStorage):
             try:
                 self.replace(final / PUBLISHED, mark, before)
                 break
-            except FileExistsError:  # another process has changed the object in between
+            except FileExistsError:  # another process has replaced the object since it was read
                 if not left:
                     raise
         return Begun(folder, mark)

@@ -105,9 +105,9 @@ class BlockCache:
         return found
 
     def read_kept(self, stored: Stored, start: int, length: int) -> bytes:
-        """Read a long range of a file that all processes of this host read. Unlike `read`, this method always uses the
-        cache, and fetches consecutive missing blocks in one request. Only one process at a time reads each part of
-        `PIECE` bytes."""
+        """Read a long range of a file. Use this method for files that all processes of this host read. Unlike `read`,
+        this method always uses the cache, and fetches consecutive missing blocks in one request. Only one process at a
+        time reads each part of `PIECE` bytes."""
         end, parts = min(start + length, stored.size), list[bytes]()
         while start < end:
             number = start // PIECE

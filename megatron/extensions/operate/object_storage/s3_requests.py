@@ -59,7 +59,7 @@ class S3(NamedTuple):
                     return False
             except FileNotFoundError:
                 return False
-            condition = {"IfMatch": tag}  # the tag was read before the content, so that a write in between is detected
+            condition = {"IfMatch": tag}  # the tag was read before the content, so any later write is detected
         self.call("put_object", path, Body=data, **condition)
         return True
 

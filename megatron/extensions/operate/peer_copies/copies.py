@@ -44,7 +44,7 @@ from megatron.extensions.operate.peer_copies.holder import header_of, sealed, wr
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
 AGAIN = 10.0
-"""Maximum time in seconds that ranks wait until a restarted holder process (`holder`) answers. Ranks do not wait if the
+"""Maximum time in seconds that ranks wait for a restarted holder process (`holder`) to answer. Ranks do not wait if the
 previous copies also failed."""
 
 MOST_PASSED_OVER = 31
@@ -111,7 +111,7 @@ class Place:
 
 class Copies:
     """Copies of one rank's state. On every rank, the training thread calls `copy` every --peer-copy-interval steps, and
-    after a return to an earlier state."""
+    after the run was rolled back to an earlier state."""
 
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties

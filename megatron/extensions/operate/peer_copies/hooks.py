@@ -109,7 +109,8 @@ class PeerCopies(Callback):
         """True after the ranks have connected to each other. From then on, rank 0 holds the lease on --save."""
 
         self._saved: int | None = None
-        """Iteration of the checkpoint that was this process's last save at the time of the last copy."""
+        """Iteration of the last checkpoint that this process had saved when the state was last copied; None if there
+        was none."""
 
         self._leases = list[Link]()
         """Open connections to holder processes. A holder exits some time after its last connection is closed."""

@@ -3,14 +3,15 @@
 The two backends differ in four cases.
 
 Under `c10d`, an agent that ends with a failure closes the rendezvous for good. If a host is cut off from the network,
-the agent's request to close the rendezvous is delivered when the network returns, and no host can join after that.
-Under `c10d-open`, only the end of the run closes the rendezvous.
+the agent's request to close the rendezvous is delivered once the host is connected again. From then on, no host can
+join. Under `c10d-open`, only the end of the run closes the rendezvous.
 
 Under `c10d`, an agent that writes to the store of a lost host waits until TCP times out, which takes a quarter of an
 hour. Under `c10d-open`, the agent ends if the store has not answered for some seconds.
 
-Under `c10d`, the agent restarts ranks even if their flags do not fit the remaining hosts. Under `c10d-open`, the agent
-ends with code 2 if the file named by the environment variable OUTCOME_FILE says that the configuration cannot run.
+Under `c10d`, the agent restarts ranks even if their configuration cannot run on the remaining hosts. Under `c10d-open`,
+the agent ends with code 2 if the file named by the environment variable OUTCOME_FILE says that the configuration cannot
+run.
 
 Under `c10d-open`, the environment variable RENDEZVOUS_WAITS can name a file that exists while the agent waits for the
 other hosts. If the file exists for a long time, a script can conclude that the other hosts have continued without this

@@ -138,7 +138,7 @@ class Rollback(Callback):
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
         """Yield the states that the run can return to, in order of preference. First, yield the state that `found`
         selects, if this state is in memory. Then yield the checkpoints on disk up to this state, from which the run can
-        recompute the state. Finally, yield the states in memory from before the spike. Collective."""
+        recompute the state. Finally, yield the states in memory that precede the spike. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)

@@ -81,8 +81,8 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
     """Select the finished runs to which the law is fitted: one run per size, sorted by compute. If all sizes sweep the
-    same learning rates, the run with the lowest loss is selected. Otherwise, the run whose learning rate is the
-    target's `rate` is selected, so that all sizes are tuned alike."""
+    same learning rates, the run with the lowest loss is selected. Otherwise, the run with the learning rate `rate`,
+    which is the rate of the target, is selected. All selected runs then use the same learning rate."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:
         sizes.setdefault(each.rung.size, []).append(each)

@@ -62,7 +62,7 @@ class Fitted:
 
 
 def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] = ()) -> dict[str, Any]:
-    """Return the content of ladder.json. Raises ValueError if fewer than three sizes are finished.
+    """Return the content of ladder.json. Raises ValueError if the ladder has finished runs of fewer than three sizes.
 
     Args:
         rates: Best learning rates of the swept sizes.

@@ -94,7 +94,7 @@ class Launches(Protocol):
         """Context manager within which operators are not recorded, because their launch is already recorded."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Select the parts of a loop that a plan runs. A selected part may represent several similar parts."""
+        """Select the `parts` of a loop that are run during planning. Each may represent several similar parts."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
         """Context manager for `count` products, several of which may run concurrently."""
@@ -128,7 +128,7 @@ UNRECORDED = Unrecorded()
 
 
 class PlannedFlash:
-    """FlashAttention on packed sequences, for plans. It allocates outputs, but not the kernel's temporary memory."""
+    """FlashAttention on packed sequences, for plans. Outputs are allocated, but no temporary memory of the kernel."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
@@ -160,7 +160,7 @@ class PlannedFlashKernel(FlashCUDAKernel):
         super().__init__(PlannedFlash(launches))
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
-        """Return None, because a tensor of lengths that one plan creates must not be reused in the next plan."""
+        """Return None, because a tensor of lengths that was created in one plan must not be reused in another."""
         return None
 
 
@@ -302,7 +302,7 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """`Hardware` for plans of GPU runs, which needs no GPU. Tiles are packed for FlashAttention as on a GPU."""
+    """`Hardware` that plans a GPU run without a GPU. Attention tiles are packed as for FlashAttention on a GPU."""
 
     fused_dropout: bool = False
     """True if attention with dropout is one fused kernel."""

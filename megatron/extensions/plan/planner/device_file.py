@@ -1,9 +1,9 @@
 """Read device files (`devices/*.yaml`), each with the speeds of one kind of device, and predict kernel times from these
 speeds.
 
-All times that this module returns are predictions. A GEMM runs at the rate of its precision. This rate is reduced if
-the inner dimension is short, or if the last wave of tiles does not fill the device. Attention runs at the rate of its
-attention kernel. Every other kernel takes the time of a copy of the same number of bytes.
+All times that this module returns are predictions. A GEMM is predicted to run at the rate for its precision. This rate
+is reduced if the inner dimension is short, or if the last wave of tiles does not fill the device. Attention runs at the
+rate of its attention kernel. Every other kernel takes the time of a copy of the same number of bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send
 Kind = Annotated[str, (COLLECTIVES.__contains__, f"{{}} is not one of {', '.join(COLLECTIVES)}")]
 
 HASH_OPERATIONS = 9
-"""Number of integer operations to hash and apply the dropout mask of one attention weight."""
+"""Number of integer operations that compute the dropout mask of one attention weight with a hash, and apply the
+mask."""
 
 
 class DeviceError(ValueError):

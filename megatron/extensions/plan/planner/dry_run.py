@@ -181,7 +181,8 @@ def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool)
 GROUPS_SHOWN = 4
 
 MOST_LISTED = 2**17
-"""Maximum number of ranks for which groups are listed; building longer lists takes seconds."""
+"""Maximum number of ranks for which the plan lists the ranks of process groups. With more ranks, building these lists
+takes seconds."""
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:

@@ -118,7 +118,7 @@ results of products have the right shape and dtype. torch supports the device qu
 
 
 class NoValues(TorchDispatchMode):
-    """Dispatch mode that replaces the operators in `ANSWERS`, and completes collectives immediately."""
+    """Dispatch mode that runs the substitutes in `ANSWERS` for operators, and completes collectives immediately."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -312,7 +312,7 @@ class PlannerCache:
     """Recordings of stage parts, keyed first by micro-batch and then by part."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
-        """Return the kinds of the model's layers; None if the model has not been planned yet."""
+        """Return each layer's kind, which identical layers share. Return None for a model without a plan."""
         return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
@@ -322,7 +322,7 @@ class PlannerCache:
 
 
 class StageParts:
-    """Recordings of the parts of a configuration's stages. Parts that do the same work are run only once."""
+    """Recordings of parts of pipeline stages, such as single layers. Parts that do the same work are run only once."""
 
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None

@@ -85,7 +85,7 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
 
 
 def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """Return the FLOPs of the matrix products in one optimizer update of the whole model, as stated by the optimizer's
-    transforms. The FLOPs of an update do not depend on the layout or the batch. The ranks of a pipeline stage share the
-    work of an update."""
+    """Return the FLOPs of the matrix products in one optimizer update of the whole model. The optimizer's transforms
+    state their FLOPs for each parameter. The FLOPs of an update do not depend on the layout or the batch. The ranks of
+    a pipeline stage share the work of an update."""
     return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

@@ -33,7 +33,7 @@ class ChunkChoice:
     step: StepTime
     memory: tuple[RankMemory, ...]
     saved: int
-    """Number of bytes that chunks save on the fullest rank."""
+    """Number of bytes by which computing the loss in chunks reduces the memory of the fullest rank."""
 
     cost: float
     """Increase of the step time, as a share of the step time."""

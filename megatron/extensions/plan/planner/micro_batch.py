@@ -12,7 +12,8 @@ from megatron.training.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Part of a micro-batch that one rank computes, with the settings that affect its memory and time."""
+    """Part of a micro-batch that one rank computes, with the settings that affect the memory and the time of its
+    computation."""
 
     model: TransformerConfig
     parallel: ModelParallelConfig

@@ -61,7 +61,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
     `pp_rank`, and names a configuration change with which the run would fit.
 
     The named change is the first of `changes` whose plan fits into the device. If the device's memory size is unknown,
-    as on CPUs, the report names the first change that takes less memory than the plan.
+    as on CPUs, the report names the first change that reduces the planned memory.
 
     Args:
         config: Configuration of the run.

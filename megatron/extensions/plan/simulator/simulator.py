@@ -15,8 +15,8 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times and memory of one micro-batch on one stage. Each value is either one number for all stages or one number
-    per stage.
+    """Times and memory of one micro-batch on each pipeline stage. Each field is either a number that applies to all
+    stages, or a sequence with one number per stage.
 
     A whole backward pass takes `input_grad + weight_grad`. `comm` is the time of a message: either one number for all
     ranks or, for each stage, the time of a message to the next stage. The activations of a stage, `activation`, are

@@ -138,7 +138,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 class GraphedPipeline(Pipeline):
     """Pipeline that trains micro-batches by replaying their recorded CUDA graphs."""
 
-    may_overwrite = False  # later micro-batches may replay the first recording, which must add to the gradients
+    may_overwrite = False  # a recording may be replayed for several micro-batches, so it must add to gradients
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile
 
 
 def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor, dtype: torch.dtype) -> None:
-    """Compute `add_fp8_products_grouped_` in `dtype`, with the dequantized operands."""
+    """Compute the result of `add_fp8_products_grouped_` from operands that are dequantized to `dtype`."""
     padded = Segments.of_counts(TILE * torch.diff(tile_ends, prepend=tile_ends.new_zeros(1)), spare=True)
     add_products_grouped_(out, rows_of_tiles(dy, dtype), rows_of_tiles(x, dtype), padded)
 

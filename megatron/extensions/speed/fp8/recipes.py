@@ -1,5 +1,5 @@
-"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433). The delayed recipe
-computes multipliers from the amax history of earlier steps (section 3, and NVIDIA's Transformer Engine).
+"""fp8 recipes for the GEMMs of a linear layer: tensorwise, delayed and rowwise scaling (arXiv 2209.05433). The delayed
+recipe computes multipliers from the amax history of earlier steps (section 3, and NVIDIA's Transformer Engine).
 
 Each linear layer has a separate recipe object. Weights are cast once for all micro-batches of a step.
 """
@@ -92,7 +92,7 @@ BOTH = Wanted(True, True)
 
 
 class Fp8Gemms(nn.Module):
-    """Base class of recipes, which differ in how they compute scales.
+    """Base class of the fp8 recipes. Recipes differ in how they compute scales.
 
     A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over the columns of the tensor, and by
     columns for GEMMs that sum over its rows. Inputs are saved for the backward pass as casts by columns, with one byte
@@ -207,7 +207,7 @@ class Fp8Gemms(nn.Module):
 
 
 def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
-    """Return the casts `made` of an activation [*tokens, n] as `Operands`. The cast by columns is optional."""
+    """Convert casts of an activation [*tokens, n] to `Operands`: by rows, and optionally by columns."""
     rows, *columns = made
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
@@ -244,7 +244,7 @@ class PerTensorGemms(Fp8Gemms):
         return Scaled(values, x[1])
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """Write x Wᵀ + bias into out. The rows x [n, in] of some tokens may be gathered fp8 values, viewed as uint8."""
+        """Write x Wᵀ + bias to `out`. `x` contains inputs [n, in] in fp8. Gathered inputs are viewed as uint8."""
         rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
         scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
 
@@ -301,8 +301,8 @@ class DelayedGemms(PerTensorGemms):
         history = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
         history.meta = ParamMeta(f"{name}{AMAX_HISTORY}", shape, init=Init("zeros"), role="state")  # type: ignore[attr-defined]
         self.amax_history = history
-        """Amax history [3, steps] of the input, the weight and the output gradient, with the latest step first; 0
-        before the first step."""
+        """Amax history [3, steps] of the input, the weight and the output gradient, with the latest step first. All
+        values are 0 before the first step."""
         self.amax = torch.zeros(3, device=device)
         self.multiplier = torch.ones(3, device=device)
         self._no_value: Tensor | None = None

@@ -38,9 +38,8 @@ class InputCast(NamedTuple):
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a placeholder for the layer's input: a NaN tensor [s, b, h] that is expanded from a single element.
-        The casts are an attribute of this tensor, from which the layer reads them (`given_input`). Other layers must
-        not receive the placeholder. In the backward pass, the gradient of the placeholder is the gradient of the
-        input."""
+        The layer reads the casts from the placeholder's attribute `given_casts`. Other layers must not receive the
+        placeholder. In the backward pass, the gradient of the placeholder is the gradient of the input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found

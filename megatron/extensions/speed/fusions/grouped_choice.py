@@ -1,6 +1,7 @@
-"""Choose the kernels of experts at the start of a run by timing them for the model's tensor shapes. The number of rows
-of each expert is known only on the device. torch's grouped GEMM computes the forward pass and the input gradients.
-However, it cannot add weight gradients to fp32 sums, and it leaves rows that belong to no expert uninitialized.
+"""Choose the kernels for expert products at the start of a run by timing them for the model's tensor shapes. The number
+of rows of each expert is known only on the device. torch's grouped GEMM computes the forward pass and the input
+gradients. However, it cannot add weight gradients to fp32 sums, and it leaves rows that belong to no expert
+uninitialized.
 
 There are two kernels for weight gradients. A tile is a block of an expert's gradient matrix. One kernel distributes the
 tiles of all experts as a single list over its programs, and has several tile sizes (`grouped_triton.py`). The other
@@ -52,8 +53,8 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""Operator with the same result as `_add_products`, for `out` in fp32. The programs of its kernel share a single list
-of tiles (`grouped_triton.py`)."""
+"""Operator with the same result as `_add_products`, for `out` in fp32. The operator's kernel divides a single list of
+tiles among its programs (`grouped_triton.py`)."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",

@@ -171,9 +171,9 @@ class FusedKernel(Generic[*Operands, R]):
         return self.run(*operands)
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Return the reason why a run does not use the kernel; None if it uses the kernel. A kernel is not used if, for
-        the operands of a run, it is wrong, raises an error, or takes longer than torch. Collective over all ranks of
-        the world."""
+        """Return the reason why a run does not use the kernel; None if it uses the kernel. A kernel is not used if, on
+        operands with the shapes of the run, it returns wrong results, raises an error, or takes longer than torch.
+        Collective over all ranks of the world."""
         for operands in self.samples(shapes):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why

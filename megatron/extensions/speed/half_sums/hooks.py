@@ -1,4 +1,4 @@
-"""torch setting that makes cuBLAS add partial sums of bf16 GEMMs in fp32."""
+"""Callback that changes a torch setting, so that cuBLAS adds partial sums of bf16 GEMMs in fp32."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ a layer therefore never waits for a whole collective, and sends the same number 
 al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward pass, the gather before a row-parallel layer's GEMMs runs in parts. The backward pass of a
-column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
-reduction overlaps with the GEMM for dW. If the schedule defers dW, dX is instead computed and reduced in parts.
+column-parallel layer is not divided into parts. As in `LinearFunction`, the gather overlaps with the GEMM for dX, and
+the reduction overlaps with the GEMM for dW. If the schedule defers dW, dX is instead computed and reduced in parts.
 
 Ranks send their parts of the operands in the format that the GEMMs read. With fp8 and one scale per tensor, ranks send
 fp8 bytes. The gathered bytes equal the bytes that a cast of the whole tensor in one process would give.
@@ -89,10 +89,10 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """Yield a function that maps the number of a loop step to the context manager in which this step runs. On GPUs,
-    every other step runs on a second stream. While the last tiles of a product leave some multiprocessors idle, the
-    first tiles of the next product can therefore use them. The caller must keep all tensors that a step creates alive
-    until the loop ends."""
+    """Yield a function that accepts the index of a loop step and returns the context manager in which the step must
+    run. On GPUs, every other step runs on a second stream. While the last tiles of a product leave some multiprocessors
+    idle, the first tiles of the next product can therefore use them. The caller must keep all tensors that a step
+    creates alive until the loop ends."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()

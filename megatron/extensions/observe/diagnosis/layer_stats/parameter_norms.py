@@ -82,8 +82,8 @@ class ParameterSquares:
         return table.flatten()
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a 1-D float64 tensor with one sum of squares for each entry in the `pieces` of all parts, in order.
-        `tensors` contains the elements of each `_Part` of this rank."""
+        """Return a 1-D float64 tensor with one sum of squares for each parameter slice: the results of `_squares_of`
+        for all parts of this rank (`_Part`), concatenated in order. `tensors` contains the elements of each part."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for part, values in zip(self._parts, tensors, strict=True):
             found.append(_squares_of(part, values).to(self.device, non_blocking=True))

@@ -35,7 +35,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measured times of one rank in seconds, or the means over all ranks."""
+    """Measured times in seconds: either the times of one rank, or the means over all ranks."""
 
     products: tuple[tuple[Product, float], ...]
     attention: tuple[tuple[Attention, float], ...]
@@ -56,8 +56,8 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
         if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
             break
         shares = found * columns[:, kept].mean(0)
-        # If the first coefficient is positive, drop the coefficient with the most negative share of the time.
-        # Otherwise, drop the coefficient with the largest share, so that the first coefficient grows.
+        # If the first coefficient is positive, drop the coefficient whose term has the most negative share of the time.
+        # Otherwise, drop the coefficient whose term has the largest share, so that the first coefficient grows.
         kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
     coefficients = [0.0] * columns.shape[1]
     for place, value in zip(kept, found, strict=True):

@@ -46,7 +46,8 @@ RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
-"""Files of this library that are skipped when a call site is determined, in addition to the planner's files."""
+"""Files of this library that are skipped in the search for the call site of a collective. The planner's files are also
+skipped."""
 
 
 class CollectiveLog:

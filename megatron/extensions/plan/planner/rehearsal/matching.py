@@ -78,7 +78,7 @@ class Collective(NamedTuple):
     @property
     def agreed(self) -> tuple[object, ...]:
         """Return the properties of a call on which all ranks of the group must agree."""
-        if self.op in ("gather", "scatter"):  # the root also has the whole tensor, so compare the size of a part
+        if self.op in ("gather", "scatter"):  # only the root has the whole tensor, so compare the size of a part
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
         return self.op, self.dtype, self.reduce, self.peer, *sizes

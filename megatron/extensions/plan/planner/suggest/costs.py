@@ -52,8 +52,8 @@ ELEMENTS = 2**20
 size need no padding."""
 
 FULLEST = 5
-"""Number of pipeline ranks, counted from the first, whose memory is computed to find the fullest rank. The last rank is
-also checked.
+"""Number of pipeline ranks, counted from the first, whose memory is computed to find the fullest rank, which is the
+rank that needs the most memory. The last rank is also checked.
 
 The first rank need not be the fullest: it holds fewer layers than the second rank if the embedding counts as a layer,
 and dense layers often precede MoE layers.
@@ -138,7 +138,7 @@ class LayoutCosts:
         `seconds` is a lower bound on the time of the passes. The result also includes a lower bound on the exposed
         communication time among replicas.
         """
-        if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
+        if named_value(self.run.given, "freeze"):  # no lower bound is known for frozen parameters
             return seconds
         each, microbatches = self._elements_of_ranks(layout), self.microbatches(layout)
         fewest = {expert: min(elements[expert] for elements in each) for expert in (False, True)}
@@ -150,8 +150,8 @@ class LayoutCosts:
     def _passes_alone(self) -> bool:
         """Return True if a rank's passes run one after another.
 
-        If passes are interleaved or steps overlap, passes run at the same time. Each pass then takes longer, and hides
-        more communication.
+        The result is False if the passes of two micro-batches are interleaved, or if steps overlap. A pass that runs at
+        the same time as another pass takes longer, and hides more communication.
         """
         return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
 
@@ -230,7 +230,7 @@ class LayoutCosts:
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
         """Return a list with a lower bound for each pipeline rank: the minimum exposed time, in seconds, of gradient
         and parameter exchanges. `stages` contains the pass times of each stage."""
-        if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
+        if named_value(self.run.given, "freeze"):  # no lower bound is known for frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
         passes = (stages[list(layout.place.stages_of(rank))].sum(0) for rank in range(layout.pipeline.ranks))
@@ -350,7 +350,7 @@ class LayoutCosts:
         config = self.run.with_layout(Layout(saving=saving))
         found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
         if not found or any(config.optimizer.freezes(meta) for meta in found):
-            return 0.0  # no bound is known for frozen parameters
+            return 0.0  # no lower bound is known for frozen parameters
         return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
 
 
@@ -413,8 +413,8 @@ def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvent
     computed from the events of passes with one sample and with two samples.
 
     Work that is done once for all samples, such as reading weights, is excluded, because another layout may divide this
-    work among more samples. Matrix products are assumed to keep every multiprocessor busy. Launches and minimum kernel
-    times are ignored, and collectives take no time.
+    work among more samples. Matrix products are assumed to keep every multiprocessor busy. Launch times, minimum kernel
+    times and the times of collectives are ignored.
     """
     device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # no partial waves
     replay = Replay(device, Network(device, 1), {}, 0.0)

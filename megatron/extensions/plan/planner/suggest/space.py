@@ -39,8 +39,8 @@ memory."""
 
 
 class Family(NamedTuple):
-    """Set of layouts whose layers do the same work for each micro-batch. Layouts with tensor parallelism always use
-    sequence parallelism."""
+    """Family of layouts whose layers do the same work for each micro-batch, identified by the settings that these
+    layouts share. Layouts with tensor parallelism always use sequence parallelism."""
 
     tp: int = 1
     cp: int = 1

@@ -74,7 +74,7 @@ class Gathered:
     """Bytes of rows that the kernel gathers from the cache."""
 
     added: float = 0.0
-    """Bytes of fp32 values that the kernel adds to rows in the cache, in any order."""
+    """Bytes of fp32 values that the kernel adds to rows in the cache. The order of these additions is not fixed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Planned expert products: one kernel for all experts of a rank, where torch would compute one product per expert.
 
-Plans of grouped products assume that tokens are distributed evenly over the experts. If each expert has a separate
-product, every product is launched separately, and the last wave of tiles of every product may fill the GPU only in
-part.
+The planner assumes that the tokens of a grouped product are distributed evenly over the experts. If each expert has a
+separate product, every product is launched separately, and the last wave of tiles of every product may fill the GPU
+only in part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Products(Protocol):
 def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
     """Record the product that adds dy_e^T x_e to out[e] for each expert e.
 
-    The shapes are dy_e [n_e, o], x_e [n_e, i] and out [experts, o, i].
+    dy_e has the shape [n_e, o], x_e has the shape [n_e, i], and `out` has the shape [experts, o, i].
     """
     if x.shape[0]:
         launches.product("grouped_", dy.t(), x, out, {})

@@ -136,7 +136,8 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
     `lists` contains the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended
     the previous step. In lists without the VALIDATE action, no rank waits (arXiv 2401.10241, section 4, and section 5.2
     for the bubble), unless the first and the last rank share weights. The first and the last rank sum the gradients of
-    the shared weights, so they end a step together. All other ranks wait for the forward passes of the first rank.
+    the shared weights, so they end a step together. The ranks between them then also wait, because they need the
+    results of the first rank's forward passes.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)

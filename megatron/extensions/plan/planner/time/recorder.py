@@ -157,7 +157,8 @@ class Recorder(LiveMemory):
         The loop is checked in ranges with an odd number of parts. The middle part represents its range if the first,
         the middle and the last part of the range do the same work, with sizes that grow evenly. Otherwise, each half of
         the range is checked in the same way. The last two parts of the loop run first, one after the other, because the
-        memory peak may occur in these parts. The memory of a part includes the tensors that the previous part left.
+        memory peak may occur in these parts. The memory of a part includes the tensors that the previous part has not
+        freed.
         """
         outer = self.events
         passes = dict[int, list[Event]]()

@@ -208,10 +208,10 @@ def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -
 
 def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
     """Join the gradients of the heads into the gradient of the qkv projection [s * b, groups * (heads per group + 2) *
-    d], and cast it. Each group has several queries, a key and a value. `grads` are the gradients of queries [s, b,
-    heads, d], keys and values [s, b, groups, d]. `tables` holds the cosines and sines [s, 1 or b, 1, d / 2] of the
-    rotation of queries and keys (arXiv:2104.09864). This function rotates the gradients of queries and keys back before
-    it casts them."""
+    d], and cast it. Each group has several query heads, one key head and one value head. `grads` are the gradients of
+    queries [s, b, heads, d], keys and values [s, b, groups, d]. `tables` holds the cosines and sines [s, 1 or b, 1, d /
+    2] of the rotation of queries and keys (arXiv:2104.09864). This function rotates the gradients of queries and keys
+    back before it casts them."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
     dq, dk, dv = (grad.contiguous() for grad in grads)

@@ -340,7 +340,7 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tenso
 def heads_gradient_cast(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
-    """Launch the kernel that joins and casts head gradients. Returns the requested casts and their scale. `cast`
+    """Launch the kernel that joins and casts head gradients. Return the requested casts and their scale. `cast`
     contains the fields of a `CastOrder`. The kernel updates the field `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape

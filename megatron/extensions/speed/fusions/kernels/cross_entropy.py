@@ -22,8 +22,8 @@ logits of this many tokens occupy the whole GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
-    """Return True if the kernel is used for `logits`. The kernel is not used in fp16, where it is not faster. In fp16,
-    loss gradients equal the loss scale instead of 1, so the backward pass cannot skip any row."""
+    """Return True if the kernel is used for `logits`. The kernel is not used in fp16, because it is not faster in this
+    dtype. In fp16, loss gradients equal the loss scale instead of 1, so the backward pass cannot skip any row."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 
 

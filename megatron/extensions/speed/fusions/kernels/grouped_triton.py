@@ -152,7 +152,7 @@ def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexp
 
 @triton.jit
 def tile_corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return the index of the first output and of the first input in a tile. Tiles are numbered column by column within
+    """Return the indices of the first output and the first input in a tile. Tiles are numbered column by column within
     groups of eight rows of tiles, so that consecutive tiles share operands in the cache."""
     down, across = tl.cdiv(outputs, BLOCK_O), tl.cdiv(inputs, BLOCK_I)
     group, place = tile // (8 * across), tile % (8 * across)
@@ -179,7 +179,8 @@ def add_grouped_kernel(
 ):
     """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives the
     partial sums of split tiles, except the first partial sum of each tile. A program processes all steps of all its
-    tiles in one loop. Programs can therefore load operands of the next tile while the previous tile is being added."""
+    tiles in one loop. Programs can therefore load operands of the next tile while the previous tile is being added to
+    `out`."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -253,7 +254,7 @@ def add_parts_kernel(
     ROWS: tl.constexpr,
 ):
     """Add `parts` to `out` in a fixed order. `parts` contains the partial sums of split tiles that `add_grouped_kernel`
-    stored. A program adds ROWS rows of a tile."""
+    stored. Each program adds ROWS rows of a tile."""
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
         return
