@@ -1,5 +1,5 @@
-"""Test that two runs of the same command are bit-identical. With --deterministic, kernels whose results vary are
-refused."""
+"""Test that two runs of the same command are bit-identical. With --deterministic-mode, operators whose results may vary
+raise an error."""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ def test_everything_in_the_checkpoint_folder_is_listed(root: Path) -> None:
 
 
 def test_a_full_disk_is_named_as_the_reason(root: Path) -> None:
-    """A limit on the file size simulates a full disk: writing fails in the middle of torch's write."""
+    """A limit on the file size simulates a full disk, so that writing fails in the middle of a file that torch
+    writes."""
     with largest_file(100_000), pytest.raises(CheckpointError, match="File too large"):
         save_at(root, 40, elements=1_000_000)
     assert read_latest(root) == 30 and load(root) == (30, [])

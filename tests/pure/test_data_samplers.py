@@ -17,7 +17,7 @@ from tests.limits import wait_for
 
 
 class Numbers:
-    """Dataset whose sample i contains i. The dataset counts the reads in each process."""
+    """Dataset whose sample i contains the number i. The dataset counts the reads in each process."""
 
     def __init__(self, size):
         self.size = size
@@ -36,8 +36,8 @@ class Numbers:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_grow_and_steps_jump(workers):
-    """The test increases the batch size, jumps to other positions, and repeats a step. In each case, samples have
-    already been prefetched that are no longer needed."""
+    """The test increases the batch size, jumps to other positions, and repeats a step. At each of these changes,
+    samples that are no longer needed have already been prefetched."""
     steps = [(0, 6), (6, 6), (12, 18), (30, 12), (60, 6), (66, 6), (66, 6), (10, 6)]
     with closing(DataIterator(Numbers(100), micro_batch_size=2, dp_rank=1, dp_size=3, num_workers=workers)) as iterator:
         for consumed, batch in steps:

@@ -1,5 +1,5 @@
-"""Audit many training steps. In correct steps, no audit may raise an alarm. In all other steps, a random bit is flipped
-on a random rank.
+"""Audit many training steps. In steps without a fault, no audit may raise an alarm. In the other steps, a random bit is
+flipped on a random rank.
 
     python -m tests.extensions.audit.campaign --steps 1000              correct steps of each layout
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout

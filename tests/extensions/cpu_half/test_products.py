@@ -66,7 +66,8 @@ def both_ways(rank: int, world_size: int) -> None:
         for dtype, expected in plain.items():
             for name, found in products(dtype).items():
                 assert found.stride() == expected[name].stride(), name
-                # Results are rounded once. Attention gradients are exceptions, because kernels also round intermediate
+                # Results are rounded only once, so they differ from torch's results by at most one rounding error.
+                # Attention gradients are exceptions, because kernels also round intermediate
                 # results.
                 bound = {torch.float32: 0.0}.get(dtype, torch.finfo(dtype).eps * (4 if "gradient" in name else 1))
                 largest = float(expected[name].abs().max())

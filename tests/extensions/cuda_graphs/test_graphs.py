@@ -102,7 +102,7 @@ def test_weights_are_cast_once_a_step() -> None:
     weight = torch.ones(2, 2)
 
     def run(batch: Batch, seed: Tensor) -> Tensor:
-        with casts.kept():  # the executor also keeps casts within each micro-batch
+        with casts.kept():  # like the executor, keep the casts of each micro-batch until the end of the micro-batch
             scaled = casts.get(weight, "rows", lambda: made.append(1) or weight * len(made))
         return scaled.sum() * seed
 

@@ -133,7 +133,7 @@ def states(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
-    """Train four steps with a checkpoint after the second, then repeat the last two steps from the checkpoint."""
+    """Train four steps with a checkpoint after the second step, then repeat the last two steps from the checkpoint."""
     flags = flags_of("delayed", f"{layout} --save {folder} --load {folder} --no-async-save")
     with ExitStack() as resources:
         run = resources.enter_context(running(flags, rank, world_size))

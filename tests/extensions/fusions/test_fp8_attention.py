@@ -97,8 +97,8 @@ def test_casts_are_saved_and_not_operands() -> None:
 
 
 def check_kernel(device: str = "cpu") -> None:
-    """Compare the kernel's outputs and log-sum-exps with the definition. The cases include full and partial blocks of
-    keys, and different head widths and numbers of query groups."""
+    """Compare the kernel's outputs and log-sum-exps with the plain-torch definition of the kernel. The cases include
+    full and partial blocks of keys, and different head widths and numbers of query groups."""
     from megatron.extensions.speed.fusions.attention import fp8_attention_triton as kernels
 
     for n, b, heads, groups, d in ((160, 2, 4, 2, 16), (128, 1, 2, 2, 64), (300, 1, 1, 1, 128)):

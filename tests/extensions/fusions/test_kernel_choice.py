@@ -73,7 +73,8 @@ def kernel(run: Callable[..., Tensor]) -> FusedKernel:
 
 
 def clock_of(slow: float) -> Callable[[Callable[[], object]], float]:
-    """Return a clock that reports `slow` seconds for a kernel and one second for torch. The kernel is timed first."""
+    """Return a clock that reports `slow` seconds for a kernel and one second for torch. The calls of the clock must
+    alternate between a kernel and torch, beginning with a kernel."""
     seconds = iter([slow, 1.0] * 9)
 
     def clock(run: Callable[[], object]) -> float:

@@ -180,7 +180,7 @@ def check_swiglu(device: str = "cpu") -> None:
     """Compare the plain-torch kernel, which fuses SwiGLU with the cast to fp8, with a cast of the SwiGLU that autograd
     computes. Then compare the Triton kernel with the plain-torch version. Results may differ where exponentials differ
     in the last bit: some values are then rounded to the next 16-bit number, and a few of these to the next 8-bit
-    number. On a GPU, only the kernel runs."""
+    number. On a GPU, only the Triton kernel is checked."""
     interpreted = device == "cpu"
     if interpreted:
         round_to_fp8_as_torch()

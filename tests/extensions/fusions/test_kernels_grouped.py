@@ -96,7 +96,8 @@ ON_GPUS = (*CASES, ([0, 5000, 3, 9000], 300, 520), ([900] * 40, 272, 264))
 
 
 def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -> None:
-    """Compare the kernels with the definition in fp64. The interpreter runs four programs and uses small tiles."""
+    """Compare the kernels with a plain-torch computation in fp64. The interpreter runs four programs and uses small
+    tiles."""
     kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 16, warps=4, stages=2)
     dtype, off = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 1e-5)
     for counts, outputs, inputs in CASES if device == "cpu" else ON_GPUS:

@@ -78,7 +78,7 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
 
 def check_norms(device: str = "cpu") -> None:
     """Check that the plain-torch version and the kernel give the same results as autograd followed by a cast, up to the
-    order of sums. On a GPU, only the kernel runs."""
+    order of sums. On a GPU, only the Triton kernel is checked."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(twins._norm_cast, twins._norm_gradients)
@@ -114,7 +114,7 @@ def check_norms(device: str = "cpu") -> None:
 
 def check_heads(device: str = "cpu") -> None:
     """Compare the plain-torch version with autograd's fp32 result, rounded and cast to the output dtype. Then compare
-    the Triton kernel with the plain-torch version bit for bit. On a GPU, only the kernel runs. A GPU fuses
+    the Triton kernel with the plain-torch version bit for bit. On a GPU, only the Triton kernel is checked. A GPU fuses
     multiplications and additions, so numbers next to a rounding tie may differ."""
     interpreted = device == "cpu"
     if interpreted:

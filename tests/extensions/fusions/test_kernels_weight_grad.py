@@ -1,5 +1,5 @@
-"""Tests of fp8 GEMMs that accumulate into their output. The Triton kernel is compared with its definition. Further
-tests cover the calls of cuBLASLt and the choice between the two implementations."""
+"""Tests of fp8 GEMMs that accumulate into their output. The Triton kernel is compared with its plain-torch definition.
+Further tests cover the calls of cuBLASLt and the choice between the two implementations."""
 
 from __future__ import annotations
 

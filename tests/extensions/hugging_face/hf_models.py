@@ -21,7 +21,7 @@ NEEDS = (
     *(("gemma4", "normed_values"), ("gemma4", "per_layer_embeddings"), ("gemma4", "scaled_layer")),
     *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
 )
-"""Pairs of the prefix of case names, and the extension that the models of these cases need."""
+"""Pairs (prefix of case names, extension that the models of these cases need)."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()

@@ -1,6 +1,6 @@
 """Tests of conversion in combination with parallel runs. A Hugging Face folder is converted to a checkpoint. A parallel
-run loads the checkpoint and saves it again, and the saved checkpoint is converted back. The resulting folder must have
-the same bytes."""
+run loads the checkpoint and saves it again, and the saved checkpoint is converted back. The resulting folder must be
+byte-identical to the original folder."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def bytes_read(rank: int, world_size: int, folder: Path) -> int:
 
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     """The only weights that both TP ranks read are norm weights and weights that are sharded along the input, because
-    rows are read whole."""
+    each row of a tensor is read as a whole."""
     folder = save_model("llama2", tmp_path / "hf")
     whole = weights_in(folder)
     twice = sum(value.nbytes for name, value in whole.items() if value.ndim == 1 or "o_proj" in name or "down" in name)

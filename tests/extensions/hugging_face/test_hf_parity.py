@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("fp64")
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_weights_and_settings_match_transformers(case: str) -> None:
-    """Logits and the gradients of all weights are equal. A round trip changes no byte of the weights and no setting."""
+    """The logits and the gradients of all weights equal those of transformers. A round trip changes no byte of the
+    weights and no setting."""
     model_type, settings = CASES[case]
     assert sweep.verdict(model_type, settings) == (sweep.BOTH, "")
     stated = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
@@ -51,8 +52,8 @@ INSTALLED = [
 """Families whose layers are provided by installed extensions."""
 
 ALONE = sorted({*INSTALLED} - {model_type for model_type, *_ in TABLES["cases"].values()})
-"""Families that have no case in the table of cases. Only families whose layers are provided by installed extensions are
-included."""
+"""Families for which the table of cases contains no case. Only families whose layers are provided by installed
+extensions are included."""
 
 
 @pytest.mark.parametrize("family", ALONE)
@@ -201,8 +202,8 @@ class StepForCausalLM(torch.nn.Module):
 
 
 def test_step_matches_the_text_layers_of_its_class() -> None:
-    """The test compares logits and the gradients of all weights. It also checks that a round trip preserves all weights
-    and settings."""
+    """The test compares logits and the gradients of all weights. The test also checks that a round trip preserves all
+    weights and settings."""
     theirs, tokens = exact(StepForCausalLM()), torch.randint(83, (2, 24))
     stored, settings = theirs.published(theirs.state_dict()), theirs.config.to_dict()
     config = config_from_hf(settings)

@@ -83,7 +83,8 @@ def test_streams_are_saved_once_per_layer() -> None:
 
 def test_only_streams_outputs_and_weights_are_saved() -> None:
     """Each sublayer with hyper-connections saves more than a plain sublayer: its residual streams, its output and its
-    fp32 connection weights. The sublayer saves neither projections nor Sinkhorn-Knopp iterations."""
+    fp32 connection weights. The sublayer saves neither projections nor intermediate results of Sinkhorn-Knopp
+    iterations."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
     tokens, sublayers = SAMPLES * STREAMS.seq_length, 4
     of_streams, of_output, of_weights = N * H * 2, H * 2, (N + N * N) * 4

@@ -275,7 +275,7 @@ def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPat
 def test_signals_reach_the_rank(tmp_path: Path) -> None:
     def attempt(rank: int, number: int) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
-        # ranks that handle SIGTERM unblock it in the same way
+        # this simulates a rank that handles SIGTERM and therefore unblocks the signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         (tmp_path / "ready").touch()
         time.sleep(HANG)

@@ -18,8 +18,8 @@ from tests.gpt_cases import FP64, LATENT, logits_in_parts, random_batch
 
 
 def test_generation_caches_latents() -> None:
-    """The cache holds only the latent and the rotary key of each token. Generation with this cache gives the same
-    logits as reading the whole text."""
+    """The cache holds only the latent and the rotary key of each token. A model with this cache computes the same
+    logits as a model that reads the whole text."""
     widths = LATENT.options(LatentAttentionFlags)
     model, tokens = GPTModel(LATENT, FP64), random_batch(LATENT).tokens
     found, cache = logits_in_parts(model, tokens, (6, 1, 4, 5))

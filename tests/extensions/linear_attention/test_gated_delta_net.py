@@ -1,5 +1,5 @@
-"""Tests of gated delta nets. The chunked computation is compared with the recurrence. The use of
-flash-linear-attention's kernels and the validation rules are also tested."""
+"""Tests of gated delta nets. The chunked computation is compared with the recurrence. Further tests cover the use of
+flash-linear-attention's kernels, and the validation rules."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_kernels_of_flash_linear_attention_match_torch(
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
     shape = (1, 48 * steps, 8, 6) if packed else (3, 16 * steps, 8, 6)
-    # The kernel is called a second time because the backward pass recomputes the forward pass.
+    # In the packed case, which uses selective recomputation, the backward pass calls the kernel a second time.
     assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)
     if packed:
         starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]

@@ -1,5 +1,6 @@
 """Reader of `named.txt`, which contains lines of the form `NAME: COMBINATION`. Some combinations are taken from
-published reports of silently wrong gradients (docs/layouts.md). The others are error-prone for other reasons."""
+published reports of silently wrong gradients (docs/layouts.md). The other combinations are error-prone for different
+reasons."""
 
 from __future__ import annotations
 
