@@ -61,7 +61,8 @@ def site_of(home: Path) -> Path:
 
 
 def run(environment: Path, folder: Path, *command: str | Path) -> str:
-    """Run a program of the virtual environment. The working directory is outside the repository."""
+    """Run a program that is installed in the virtual environment, and return its output. The working directory is
+    outside the repository."""
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
     words = [environment / "bin" / command[0], *command[1:]]
     return run_command(words, code=0, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}).stdout

@@ -165,7 +165,7 @@ class Outcome:
     came_back: float = math.nan
     ranks_left: int = 0
     recovered: str = ""
-    """Message with which the run reported that it recovered from copies in memory."""
+    """Message with which the run reported that it recovered from in-memory copies of the training state."""
 
 
 def strike(run: Run, fault: Fault, host: int) -> Outcome:
@@ -236,7 +236,7 @@ def losses(save: Path) -> dict[int, tuple[float, float]]:
 
 
 def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]:
-    """Train the same model in one process."""
+    """Train the model of the faulty run in one process, without faults. Return the result of `losses`."""
     save = folder / "undisturbed"
     command = [sys.executable, "pretrain_gpt.py", *MODEL, "--exit-interval", str(iterations), "--save", str(save)]
     with (folder / "undisturbed.log").open("w") as log:

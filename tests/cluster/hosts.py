@@ -159,7 +159,7 @@ class Box:
             self.disk.mkdir(parents=True, exist_ok=True)
             self.disk_of(host).mkdir(exist_ok=True)
             script += f"mount --bind '{self.disk_of(host)}' '{self.disk}'; "
-        # As the host's init, this process reaps processes whose parents have ended.
+        # This process is the init process of the host. It reaps the processes whose parents have ended.
         script += "echo ready; exec >/dev/null; while true; do sleep 1000 & wait; done"
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         keeper = subprocess.Popen(
@@ -278,7 +278,7 @@ class Box:
         return self.folder / f"disk{host}"
 
     def close(self) -> None:
-        """End all processes on the hosts, which removes the namespaces and everything in them."""
+        """End all processes on the hosts. The kernel then removes the namespaces and everything in them."""
         for here in self._hosts.values():
             with suppress(ProcessLookupError):
                 os.kill(here.init, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""SLURM cluster on the hosts of a box. The last host is the controller, to which jobs are submitted. All other hosts
-are compute nodes."""
+"""SLURM cluster on simulated hosts (`tests.cluster.hosts.Box`). The last host is the controller, to which jobs are
+submitted. All other hosts are compute nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Number, kind and size of the collectives that a tensor-parallel layer, the embedding and the output layer launch.
+"""Tests of the number, kind and size of the collectives that a tensor-parallel layer, the embedding and the output
+layer launch.
 
 The forward and backward passes of a layer together have 4 all-reduces of s*b*h elements. With sequence parallelism,
 there are 4 all-gathers and 4 reduce-scatters of the same size instead. In addition, each column-parallel layer

@@ -53,7 +53,8 @@ def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBo
 
 
 def peaks(rank: int, world_size: int, root: Path) -> dict[str, int]:
-    """Return the peak memory of several ways to load a checkpoint, without the target tensors."""
+    """Return the peak memory of several ways to load a checkpoint. The memory of the tensors into which the checkpoint
+    is loaded is not counted."""
     tensors, found = empty(), {}
 
     def dcp_load() -> None:

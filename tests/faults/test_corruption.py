@@ -38,8 +38,8 @@ def train(save: Path, stop: int = 8, code: int = 0, prepare: Callable[[int], Non
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the folders of a run of six iterations, whose copies the tests damage, and of an undisturbed run of eight
-    iterations."""
+    """Return two folders: the folder of a run of six iterations, copies of which the tests damage, and the folder of an
+    undisturbed run of eight iterations."""
     base, whole = (tmp_path_factory.mktemp(name) / "save" for name in ("base", "whole"))
     for save, stop in ((base, 6), (whole, 8)):
         assert not SAID.search(train(save, stop))

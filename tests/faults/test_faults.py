@@ -1,4 +1,5 @@
-"""One of several ranks under torchrun fails. All ranks must exit, and the output must end with the root cause."""
+"""Tests in which one of several ranks under torchrun fails. All ranks must exit, and the output must end with the root
+cause."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ def readers(root: Path) -> list[Callable[[], object]]:
 
 
 def refusal_by(read: Callable[[], object]) -> str:
-    """Return the error message with which a reader refuses the values, or "" if it accepts them. Other exceptions
-    propagate."""
+    """Return the error message with which a reader refuses the metadata, or "" if it accepts the metadata. Other
+    exceptions propagate."""
     try:
         read()
     except (ValueError, CheckpointError) as error:

@@ -1,4 +1,5 @@
-"""Two forked ranks receive stop requests at critical moments. A separate test sends Ctrl-C to a launcher."""
+"""Tests in which two forked ranks receive stop requests at critical moments. A separate test sends Ctrl-C to a
+launcher."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Some ranks do not reach a startup phase or a step in time. The error names these ranks, the phase, and the flag with
-the time limit."""
+"""Tests in which some ranks do not reach a startup phase or a step in time. The error must name these ranks, the phase,
+and the flag with the time limit."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ GLOO, SHARED_GPU, NCCL = Ranks(), Ranks("gloo", "cuda"), Ranks("nccl", "cuda")
 
 
 def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Return the backend and device for the test: NCCL on the first GPU, or gloo on the CPU in a trial run without a
-    GPU. The fixture skips the test if --nccl-on-one-gpu is not given."""
+    """Return the backend and device for the test. They are NCCL and the first GPU, or gloo and the CPU if
+    `--nccl-on-one-gpu cpu` requests a trial run without a GPU. The fixture skips the test if --nccl-on-one-gpu is not
+    given."""
     asked = request.config.getoption("--nccl-on-one-gpu")
     if asked is None:
         pytest.skip("needs --nccl-on-one-gpu")

@@ -108,7 +108,8 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
 
 
 def expected(rank: int, size: int) -> dict[str, Tensor]:
-    """Return the results that the definitions give for a rank, computed from the operands of all ranks."""
+    """Return the expected results of a rank. They are computed from the operands of all ranks by the definitions of the
+    collectives."""
     found, ranks = dict[str, Tensor](), range(size)
     for dtype in DTYPES:
         wholes, parts = ([operand(r, size * ROWS, dtype) for r in ranks], [operand(r, ROWS, dtype, 1) for r in ranks])

@@ -1,4 +1,4 @@
-"""Tests of tiled attention with GPU kernels, which is compared with fp64 attention on the CPU."""
+"""Tests that compare tiled attention by GPU kernels with fp64 attention on the CPU."""
 
 from __future__ import annotations
 

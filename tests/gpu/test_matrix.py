@@ -32,8 +32,9 @@ from tests.parity.matrix.design import pairwise
 
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 MOST, MOST_OF_NCCL = 30, 12
-"""Numbers of combinations that are tested per world size. The 30 combinations for one rank include every choice. NCCL
-messages between ranks on one GPU are slow."""
+"""Largest numbers of combinations that are tested per world size, over gloo and over NCCL. The 30 combinations for one
+rank include every choice. NCCL tests are limited to fewer combinations, because messages between ranks on one GPU are
+slow."""
 
 MOST_OF_TRIALS = 2
 

@@ -1,6 +1,6 @@
-"""Copies between device and host that complete as late as their events allow, and memory that loses its values when it
-is freed. With these replacements, a test on CPU detects whether a tensor is used before its copy completes or after its
-memory is freed."""
+"""Replacements with which a test on CPU detects whether a tensor is used before its copy completes or after its memory
+is freed. Copies between device and host complete as late as their events allow, and memory loses its values when it is
+freed."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_streamed_weights_train_to_the_same_bits(name: str) -> None:
-    """Loss, gradients, norm, weights, main parameters and moments of two steps are equal even if copies are late and
-    freed memory loses its values."""
+    """Loss, gradients, norm, weights, main parameters and moments of two steps are equal with and without streamed
+    weights, even if copies complete as late as possible and freed memory loses its values."""
     ranks, flags = RUNS[name]
     plain = train_in_world(ranks, shlex.split(MODEL + flags))
     with late_copies():

@@ -164,7 +164,7 @@ def test_blockwise_orthogonalizes_each_shard():
 
 def test_the_router_may_be_left_to_adam():
     (step,) = run_world(1, step_of, ParallelDims(), {"moe_router_skip_muon": True})
-    assert update_of(step, ROUTER).abs().sub(1).abs().amax() < 1e-3  # Adam's first step: the sign of the gradient
+    assert update_of(step, ROUTER).abs().sub(1).abs().amax() < 1e-3  # Adam's first update is the gradient's sign
     (step,) = run_world(1, step_of, ParallelDims(), {"muon_scalar_optimizer": "sgd"})
     assert update_of(step, ROUTER).abs().sub(1).abs().amax() > 0.1
 

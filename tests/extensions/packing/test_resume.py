@@ -1,4 +1,5 @@
-"""A run with packed documents and balanced work that is killed and resumed is bitwise equal to an uninterrupted run."""
+"""If a run with packed documents and balanced work is killed and resumed, its results are bitwise equal to those of an
+uninterrupted run."""
 
 from __future__ import annotations
 

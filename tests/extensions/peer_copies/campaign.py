@@ -1,5 +1,5 @@
-"""Inject random faults into runs with copies in memory. Each fault may cost at most one step, and the result must be
-bitwise equal to that of an undisturbed run.
+"""Inject random faults into runs that copy their state to the memory of peers. Each fault may cost at most one step,
+and the result must be bitwise equal to that of an undisturbed run.
 
     python -m tests.extensions.peer_copies.campaign --rounds 10 --seed 1
 

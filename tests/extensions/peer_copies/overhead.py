@@ -1,4 +1,4 @@
-"""Step time that copies in memory add on hosts with a link of a given rate (requires root).
+"""Measure the step time that copies to peers add on hosts that are connected by a link of a given rate. Requires root.
 
     python -m tests.extensions.peer_copies.overhead --steps 120
 
@@ -7,7 +7,7 @@ over both hosts. Because the model is sharded, each rank sends all its states to
 with copies alternate with blocks without, so that both kinds see the same load on the machine. The first step of each
 block is not counted, because copies of the previous step may still be in flight. A step sleeps for `--seconds`, as
 passes on a GPU leave the host's processor and network idle. The step then computes briefly and communicates. A rank
-begins to send a copy while it still makes the copy.
+begins to send a copy before the copy is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Copies in memory are used only if they belong to the current content of the --save folder, not only to its path."""
+"""A run resumes from copies in memory only if they belong to the current content of the --save folder. The same path is
+not sufficient."""
 
 from __future__ import annotations
 

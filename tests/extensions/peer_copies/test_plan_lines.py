@@ -1,4 +1,4 @@
-"""Tests of the lines about copies in memory in the plan that a dry run prints."""
+"""Tests of the lines that a dry run prints about copies of the training state in memory."""
 
 from __future__ import annotations
 

@@ -236,9 +236,9 @@ def test_states_and_activations_match_the_plan(world_size: int, flags: str) -> N
 
 
 def check(world_size: int, flags: str, beyond: int = 1) -> None:
-    """Assert that measured and planned memory are equal. Only peaks may differ. Peaks may differ because gloo's threads
-    free sent buffers a little later, especially on a busy machine. Between actions, the bytes that are saved for the
-    backward pass may exceed the plan by less than `beyond`."""
+    """Assert that the measured memory equals the planned memory, with two exceptions. The bytes that are saved for the
+    backward pass between actions may exceed the plan by less than `beyond`. The peaks may differ by up to half of the
+    planned peak, because gloo's threads free sent buffers with a delay, especially on a busy machine."""
     for measured, planned in compare(world_size, flags):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
         assert 0 <= measured.kept - planned.kept < beyond

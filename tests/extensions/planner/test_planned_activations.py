@@ -74,8 +74,8 @@ def settle(live: LiveMemory) -> None:
 
 
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
-    """Build a pipeline stage and run its forward pass. Return the bytes that stay allocated, without weights and
-    output, and the bytes of host buffers."""
+    """Build a pipeline stage and run its forward pass. Return the bytes that stay allocated, except for the weights and
+    the output, and the bytes of host buffers."""
     model = batch.model
     offload = build_store(batch.parallel, batch.device)
     passes, weights = PassContext(offload=offload), WeightSetup(batch.device, initialize=False)
@@ -155,8 +155,8 @@ def grid(
     parallels: Sequence[ModelParallelConfig],
     stages: Sequence[Stage],
 ) -> list[Case]:
-    """Return one case for each pair of a model and a kind of recomputation. Parallel configurations and stages are
-    assigned to the cases in turn."""
+    """Return one case for each pair of a model and a kind of recomputation. Consecutive cases cycle through the
+    parallel configurations and the stages."""
     return [
         (f"{name} {kind} {number}", replace(model, **RECOMPUTE[kind]), parallel, stage)
         for number, ((name, model), kind) in enumerate(product(models.items(), kinds))
@@ -208,8 +208,8 @@ FEW_KINDS, OF_NORMS = ("none", "core_attn", "all", "full"), ("none", "full", "la
 
 
 def over_two_ranks() -> list[Case]:
-    """Return cases that combine each model style with some kinds of recomputation. Layouts and stages are assigned to
-    the cases in turn."""
+    """Return cases that combine each model style with some kinds of recomputation. Consecutive cases cycle through the
+    layouts and the stages."""
     found = grid(STYLES | DROPOUT, FEW_KINDS, LAYOUTS, (WHOLE, LAST, MIDDLE))
     of_fp8 = {name: STYLES[name] for name in ("gpt", "llama", "qwen3", "bloom")}
     found += grid(of_fp8, FEW_KINDS, [FP8_LAYOUT], (WHOLE, LAST, MIDDLE))

@@ -38,7 +38,7 @@ def test_forks_end_with_their_parent(number: int, code: int) -> None:
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    with pytest.raises(EOFError):  # the last process with a writable end of the pipe has ended
+    with pytest.raises(EOFError):  # raised when the last process that could write to the pipe has ended
         receiver.recv()
 
 

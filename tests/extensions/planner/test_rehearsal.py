@@ -1,4 +1,4 @@
-"""A rehearsal records the same collectives, in the same order, as a rank calls in a real run over gloo."""
+"""A rehearsal of a rank records the collectives that the rank calls in a real run over gloo, in the same order."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_messages_are_distinguished_from_foreign_datagrams() -> None:
     check_beat(unseal(TOKEN, seal(TOKEN, BEAT)), 2)
     check_findings(unseal(TOKEN, seal(TOKEN, FINDINGS)), 2)
     for data in STRANGERS:
-        for token in (TOKEN, ""):  # an empty token, as before the token is known, matches no datagram
+        for token in (TOKEN, ""):  # the token is empty until it is known, and then matches no datagram
             with pytest.raises(ValueError, match="does not begin with the token"):
                 unseal(token, data)
     for data in with_token():

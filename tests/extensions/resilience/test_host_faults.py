@@ -1,5 +1,5 @@
-"""A cable is unplugged, or works in only one direction. Long before collectives time out, each host reports the other
-host and exits."""
+"""Tests in which the network cable of a host is unplugged or works in only one direction. Long before collectives time
+out, each host must report the other host and exit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 
 def await_heartbeats(box: Box) -> None:
-    """Wait until each host has read a message that the other host sent after it had received a message."""
+    """Wait until each host has read a message that the other host sent after receiving a message itself."""
 
     def await_read(*numbers: int) -> None:
         wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))

@@ -74,7 +74,7 @@ def tensors_of(found: tuple[Tensor, Index]) -> tuple[Tensor, ...]:
 
 
 def interpreted_divergence() -> Any:
-    """Return the Triton kernels with small blocks for interpretation on the CPU."""
+    """Return the Triton kernels for Triton's interpreter on the CPU, with small blocks."""
     from megatron.extensions.attention.sparse_attention.kernels import attention, divergence, divergence_triton
 
     kernels: Any = divergence
@@ -105,7 +105,8 @@ def check(cases: Sequence[Drawn]) -> None:
 @pytest.mark.grid("seeds", [range(2)], [range(12)])
 @apart(interpret=True)
 def test_interpreted_kernels_match_plain_torch(seeds: Sequence[int]) -> None:
-    """The divergence and all gradients agree for odd sizes, sets of keys, documents and both orders of summation."""
+    """The divergence and all gradients agree with those of plain torch. The cases cover odd sizes, several sets of
+    keys, packed documents, and both orders of summation."""
     check([*MOST, *map(drawn, seeds)])
 
 

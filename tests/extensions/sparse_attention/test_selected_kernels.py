@@ -118,7 +118,7 @@ def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
 
 
 def interpreted() -> Any:
-    """Return the Triton kernels with small blocks for interpretation on the CPU."""
+    """Return the Triton kernels for Triton's interpreter on the CPU, with small blocks."""
     from megatron.extensions.attention.sparse_attention.kernels import attention, attention_triton
 
     multiply_bf16()

@@ -287,7 +287,8 @@ def test_a_warm_up_trains_only_the_indexer() -> None:
 
 
 def test_a_checkpoint_keeps_its_default_after_the_default_changed(tmp_path: Path) -> None:
-    """A resumed run prints a notice only for features that it uses and whose flag is not given."""
+    """If the default of a flag has changed, a resumed run prints a notice only if it uses the feature and the flag is
+    not given."""
     sparse = "--multi-latent-attention --experimental-attention-variant dsa"
     for flags, kept in ((sparse, True), ("", False)):
         saved = parse_args(f"{TINY} {flags}".split())
