@@ -1,8 +1,8 @@
 """The commands in README.md and docs run unchanged.
 
-A single shell runs all blocks fenced as bash in order, in a copy of the repository. Commands that take long are fenced
-as text, and only their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a
-language.
+A single shell runs all blocks fenced as bash in order, in a copy of the repository. Commands that take a long time are
+fenced as text, and only their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without
+a language.
 
 Code blocks fenced as python are executed too. If a Python block is only a fragment, a comment before it contains the
 rest of the program. The comment consists of a line `<!-- python`, the program with a line BLOCK in place of the
@@ -67,12 +67,12 @@ def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
 
 
 CHECKED = ("README.md", "docs/getting_started.md")
-"""Pages whose commands have their own tests, which also check the results."""
+"""Pages whose commands are executed by separate tests, which also check the results."""
 
 
 def test_the_two_main_commands_of_the_readme_run(clone: Path) -> None:
-    # These variables shorten the quickstart: it trains for a few iterations on a small text, and runs a single test
-    # file.
+    # These variables shorten the quickstart. The quickstart then trains for a few iterations on a small text, and runs
+    # a single test file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
     out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")

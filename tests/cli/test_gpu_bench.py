@@ -97,8 +97,8 @@ def test_kernels_of_a_trace_are_grouped() -> None:
 
 
 def test_benchmarks_accept_flags_of_extensions() -> None:
-    """A program loads the extensions before it reads flags. This process has already loaded the extensions, so the test
-    starts a new process."""
+    """A benchmark program loads the extensions before it parses flags. This process has already loaded the extensions,
+    so the test starts a new process."""
     program = (
         "from tools.bench.gpu import parser_of_args\n"
         "from megatron.training.config.flags import spelling_table\n"

@@ -38,8 +38,8 @@ for entry in distribution("paritrain").entry_points:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a virtual environment in which this tree is installed. The dependencies come from the environment of the
-    tests."""
+    """Create a virtual environment in which this tree is installed. The dependencies come from the environment in which
+    the tests run."""
     folder = tmp_path_factory.mktemp("package")
     source, home = folder / "source", folder / "environment"
     source.mkdir()  # install from a copy, because building leaves files behind

@@ -1,11 +1,11 @@
-"""Faults on simulated hosts that train under scripts/train_gpt_elastic.sh. The hosts must name each fault, and the run
-must continue without losing steps.
+"""Inject faults into runs of scripts/train_gpt_elastic.sh on simulated hosts. The hosts must name each fault, and the
+run must continue without losing steps.
 
 python -m tests.cluster.faults [NAME ...]             # named faults, each in a separate box
 python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
 python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
 
-Two times are measured from the moment of the fault: the time until each host has named the fault on its screen, and the
+Two times are measured from the moment of the fault: the time until each host has named the fault in its output, and the
 time until the restarted run has logged a step. Then the fault is repaired, and all hosts must join the run again. At
 the end, the losses and gradient norms of all iterations must equal the losses and gradient norms of an undisturbed
 one-process run. The logs of a failed run are kept.
@@ -221,7 +221,7 @@ def told(outcome: Outcome) -> str:
 
 
 def finish(run: Run) -> int:
-    """Request that the run stops, wait until the programs on all hosts exit, and return the iteration of the last
+    """Request the run to stop, wait until the programs on all hosts have exited, and return the iteration of the last
     checkpoint."""
     (run.save / "exit").touch()
     for process in run.scripts.values():

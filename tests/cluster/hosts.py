@@ -6,9 +6,9 @@
         codes = [process.wait() for process in processes]
 
 Each host has a separate network, host name, process tree, mount table, /dev/shm and, on request, disk. All other files
-are shared with this machine. Nothing is visible outside the namespaces, so several boxes can run at the same time. A
-box disappears when the process that created it ends, even if this process is killed. The rate of each cable can be
-limited in both directions (command `tc`, queueing discipline `tbf`).
+are shared with this machine. Nothing is visible outside the namespaces, so several clusters (`Box`) can run at the same
+time. A cluster disappears when the process that created the cluster ends, even if this process is killed. The rate of
+each cable can be limited in both directions (command `tc`, queueing discipline `tbf`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-"""Dictionary that maps each program that a box needs to the Debian package that provides the program."""
+"""Programs that a simulated cluster (`Box`) needs. The values are the Debian packages that provide the programs."""
 
 SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 ENDED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 LAUNCHERS = ("SLURM_", "SBATCH_", "TORCHEL", "PET_")
-"""Prefixes of environment variables that a launcher may have set for this process. Programs in a box must not inherit
-these variables."""
+"""Prefixes of environment variables that a launcher may have set for this process. Programs on simulated hosts must not
+inherit these variables."""
 
 RENDEZVOUS_PORT = 29500
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -97,7 +97,7 @@ class Process:
 
 @dataclass
 class Host:
-    """One host of a box."""
+    """One simulated host of a `Box`."""
 
     number: int
     keeper: subprocess.Popen[str]
@@ -217,8 +217,8 @@ class Box:
         queue = "noqueue"
         if rate is not None:
             bytes_per_second = bits_per_second(rate) / 8
-            # A burst lasts for one millisecond. It is short compared with the messages of a step, but large enough for
-            # one network segment at any rate.
+            # A burst lasts for one millisecond. A burst is short compared with the messages of a step, but large enough
+            # for one network segment at any rate.
             burst = int(max(16_384, bytes_per_second / 1000))
             queue = f"tbf rate {rate} burst {burst} limit {int(burst + bytes_per_second / 20)}"
         self._host_command(host, f"tc qdisc replace dev eth0 root {queue}")
@@ -302,9 +302,9 @@ NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/s
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iterator[Box]:
-    """Simulate `count` hosts. `rate` is the rate of their network links in the notation of `tc`, or None for unlimited
-    links. If `disk` is given, each host has a separate disk, which is mounted at this folder. See `missing` for the
-    requirements."""
+    """Simulate `count` hosts. `rate` is the rate of the hosts' network links in the notation of `tc`, or None for
+    unlimited links. If `disk` is given, each host has a separate disk, which is mounted at this folder. See `missing`
+    for the requirements."""
     sweep()
     with closing(Box(count, rate, disk)) as box:
         yield box
@@ -320,8 +320,8 @@ def bits_per_second(rate: str) -> float:
 
 
 def sweep() -> None:
-    """Delete the folders of boxes whose creating process was killed. Apart from its folder, such a box leaves nothing
-    behind."""
+    """Delete the folders of clusters (`Box`) whose creating process was killed. Such a cluster leaves nothing behind
+    except its folder."""
     for folder in Path("/tmp").glob("box-*"):
         with suppress(OSError, ValueError):
             if not Path(f"/proc/{(folder / 'owner').read_text()}").exists():

@@ -19,7 +19,7 @@ from tests.slurm.cluster import MISSING, running_cluster
 
 FLAGS = "--peer-copies 1 --restarts-in-job 2 --spare-ranks 1".split()
 BUSY = "--host-heartbeat-timeout-seconds 20".split()
-"""Flags for a busy machine, where a process may pause for seconds."""
+"""Flags for a busy machine, where a process may pause for several seconds."""
 
 TASK = """
 import os, signal, sys

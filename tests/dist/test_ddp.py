@@ -36,7 +36,7 @@ class Model(nn.Module):
             self.register_parameter(f"p{i}", param)
 
     def forward(self, tokens, mask):
-        """Return the sum of the losses that the mask keeps."""
+        """Return the sum of the losses of the tokens that `mask` selects."""
         word, weight, bias = self.parameters()
         logits = torch.tanh(word[tokens] @ weight.t() + bias) @ word.t()
         return (logits.logsumexp(-1) * mask).sum()

@@ -1,4 +1,4 @@
-"""Between two log lines, the host neither reads values from the device nor waits for the device in a training step.
+"""Between two log lines, a training step neither reads values from the device nor makes the host wait for the device.
 
 A run on CPU makes the same torch calls as a run on a GPU. These tests therefore run on CPU and record every operation
 that would make the host wait on a GPU: operations that read tensor values, that need tensor values to determine a
@@ -36,9 +36,9 @@ HOST_ONLY = (
     "check_ids",  # reads ids on the CPU only; on a GPU, a device-side assertion checks them
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
-"""The only read that is expected in a step. The host reads the outcome of the previous step, which consists of four
-numbers that are copied to the host at the end of that step. The host reads the numbers while the gradients of the
-current step are computed, so it waits only for the copy."""
+"""The only read of device values that is expected in a step, and its count. The host reads the outcome of the previous
+step, which consists of four numbers that are copied to the host at the end of that step. The host reads the numbers
+while the gradients of the current step are computed, so it waits only for the copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:

@@ -59,7 +59,7 @@ recorded only if the predicate returns True, that is, if the call has an effect.
 class Watch:
     """Recorder of the events of sharding units, in order. "gather" and "reduce" are recorded when a collective starts,
     "reduced" is recorded when the wait for a reduction ends, and "add" is recorded when a backward pass computes the
-    first gradient of a unit. The recorder also counts the largest number of units that are unsharded at the same
+    first gradient of a unit. The recorder also determines the largest number of units that are unsharded at the same
     time."""
 
     def __init__(self, run: TrainingRun) -> None:

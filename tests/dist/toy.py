@@ -166,8 +166,7 @@ def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
 
 
 def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
-    """Run one step as the training loop does. Each data-parallel rank has `tokens` valid tokens plus its rank
-    number."""
+    """Run one step as the training loop does. Data-parallel rank r has `tokens` + r valid tokens."""
     ddp.zero_grad_buffer()
     add_gradients(ddp, state, step)
     if seed != 1.0:

@@ -4,7 +4,7 @@ layout.
 The model has the features that make DeepSeek-V3 hard to distribute: multi-latent attention, a dense layer before the
 expert layers, sigmoid scores with a bias, expert groups, a shared expert and multi-token prediction. The run saves in
 the background and keeps the last two checkpoints. At a random moment, a random rank receives SIGKILL. The other ranks
-are either killed too or left to exit on their own. The run then starts again with a different layout and sharding
+are either also killed or left to exit on their own. The run then starts again with a different layout and sharding
 strategy, and must load the newest complete checkpoint. In fp64, every logged loss and gradient norm and every tensor of
 the final checkpoint must equal those of a run on one process to within 1e-9 of the largest value.
 """
@@ -95,9 +95,9 @@ def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], m
     """Kill ranks of a run, and compare its result with that of an undisturbed run.
 
     Args:
-        folder: contains the folders save and alone of the two runs.
-        size: iterations, ranks and kills. The first kill happens after the first checkpoint. Later kills may happen
-            during startup.
+        folder: folder that contains the folders `save` and `alone` of the two runs.
+        size: numbers of iterations, ranks and kills. The first kill happens after the first checkpoint. Later kills may
+            happen during startup.
         data: flags of the data.
         more: names of further metrics to compare.
     """

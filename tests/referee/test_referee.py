@@ -34,7 +34,8 @@ SHAPE = {
 
 @dataclass
 class Other:
-    """Simulated other program: a transformers model, a batch, and planted changes to the gradients."""
+    """Simulation of another training program, with a transformers model, a batch, and planted changes to the
+    gradients."""
 
     model: PreTrainedModel
     folder: Path

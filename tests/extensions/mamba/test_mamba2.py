@@ -59,9 +59,9 @@ def test_fp16_is_computed_in_fp32() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", [0.02, 0.5])
 def test_products_in_bf16_are_within_their_stated_error(decay: float, packed: bool) -> None:
-    """The differences from fp64 results are bounded as follows, apart from fp32 rounding. The bound is ((1 + u)^3 - 1)
-    Y* for outputs and u S* for states, where Y* and S* are computed from absolute values. The bound for gradients is
-    three roundings of the gradient norm."""
+    """Apart from fp32 rounding, the differences from fp64 results are bounded as follows, where u is the rounding unit
+    of bf16. The bound is ((1 + u)^3 - 1) Y* for outputs and u S* for states, where Y* and S* are computed from absolute
+    values. The bound for a gradient is 3 u times the norm of the gradient."""
     length, unit = 150, 2.0**-8
     rounded = [x.detach().bfloat16() for x in operands(length, decay=decay)[:-1]]
     rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a are fp32, as in the mixer

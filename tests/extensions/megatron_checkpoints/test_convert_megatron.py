@@ -193,7 +193,7 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 def blocks(*attentions: dict[str, object], **mlp: object) -> str:
     """Return the JSON text that describes the shapes of the layers. Layers that do not state a number of query groups
-    have two."""
+    have two query groups."""
     layers = [{"attention": {"num_query_groups": 2} | each, "mlp": mlp} for each in attentions]
     return json.dumps({"block_configs": layers})
 

@@ -1,4 +1,4 @@
-"""Tests of lists of data sets and weights that are given in files or in the syntax of Megatron-DeepSpeed."""
+"""Tests of weighted lists of data sets that are given in files or in Megatron-DeepSpeed's syntax."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     python -m tests.extensions.object_storage.emulators gs gcp-storage-emulator
 
 The program prints a line for each property that is satisfied. gcp-storage-emulator ignores the conditions of writes, so
-the last three properties fail with it.
+it does not satisfy the last three properties.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Measured(NamedTuple):
 def measured(
     port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None, alone: bool = False
 ) -> Measured:
-    """Measure a run. With `alone`, the run is measured in a new process. Otherwise, the reported peak memory is at
-    least the peak memory of all earlier runs."""
+    """Measure a run. If `alone` is True, the run is measured in a new process. Otherwise, the reported peak memory is
+    at least the peak memory of all earlier runs."""
     if alone:
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             return pool.submit(measured, port, folder, ranks, flags).result()

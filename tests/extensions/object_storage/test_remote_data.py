@@ -50,7 +50,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def corpora(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Create two corpora on the local disk and under `URL`, with a separate cache."""
+    """Create two corpora on the local disk, and upload copies to `URL`. Give the test a separate, empty cache."""
     monkeypatch.setattr(CACHE, "folder", tmp_path / "blocks")
     monkeypatch.setattr(LIMITS, "traffic", Traffic())
     random, found = np.random.default_rng(1), []

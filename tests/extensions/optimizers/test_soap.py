@@ -1,4 +1,4 @@
-"""SOAP makes the same updates as its authors' program under any layout, and its states have the planned size and can be
+"""SOAP makes the same updates as its authors' program under any layout. Its states have the planned size and can be
 resharded."""
 
 from __future__ import annotations
@@ -242,9 +242,9 @@ def test_factors_have_the_sizes_of_the_dims() -> None:
 
 
 def test_rounding_errors_do_not_move_directions() -> None:
-    """The gradient covariance maps directions 4 and 5 of the old basis into the span of the images of the other
-    directions. The vectors that a QR decomposition computes for these two directions and for all later directions
-    therefore depend on rounding errors."""
+    """In this test, the gradient covariance maps directions 4 and 5 of the old basis to linear combinations of the
+    vectors to which it maps the other directions. The vectors that a QR decomposition computes for these two directions
+    and for all later directions therefore depend on rounding errors."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:

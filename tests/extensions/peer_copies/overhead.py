@@ -4,10 +4,10 @@
 
 Two hosts of `tests.cluster.hosts` are connected by a link with the rate `--rate`, and train one model that is sharded
 over both hosts. Because the model is sharded, each rank sends all its states to the other host. Blocks of `BLOCK` steps
-with copies alternate with blocks without, so that both kinds see the same load on the machine. The first step of each
-block is not counted, because copies of the previous step may still be in flight. A step sleeps for `--seconds`, as
-passes on a GPU leave the host's processor and network idle. The step then computes briefly and communicates. A rank
-begins to send a copy before the copy is complete.
+with copies alternate with blocks of steps without copies, so that both are measured under the same load on the machine.
+The first step of each block is not counted, because copies of the previous step may still be in flight. A step first
+sleeps for `--seconds` to simulate passes on a GPU, during which the host's processor and network are idle. The step
+then computes briefly and communicates. A rank begins to send a copy before the copy is complete.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A run that loses ranks, hosts or copies resumes from copies in memory, repeats at most one step, and gives bitwise
-the same result. If copies are missing, the run resumes from the disk."""
+"""A run that loses ranks, hosts or copies resumes from copies in memory, repeats at most one step, and gives a bitwise
+equal result. If copies are missing, the run resumes from the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with per-layer embeddings are compared between parallel layouts and one process. The tests in
+"""Models with per-layer embeddings give the same results under parallel layouts as in one process. The tests in
 tests/extensions/hugging_face compare logits and gradients with those of transformers."""
 
 from __future__ import annotations

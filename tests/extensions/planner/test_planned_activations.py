@@ -228,8 +228,8 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
     "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
     "layouts": (2, 7, over_two_ranks),
 }
-"""For each group of cases: the number of ranks, the stride n, and a function that returns all cases. Without --whole, a
-test runs every n-th case."""
+"""Dictionary that maps each group of cases to the number of ranks, the stride n, and a function that returns all cases.
+Without --whole, a test runs every n-th case."""
 
 
 @pytest.mark.grid("whole", [False], [True])

@@ -84,7 +84,7 @@ def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
     """Remove the collectives that `ranks_without` calls, because a real run on CPUs calls this function once more than
-    a rehearsal. Also remove phases and micro-batch numbers."""
+    a rehearsal. Clear the phases and micro-batch numbers of the remaining collectives."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

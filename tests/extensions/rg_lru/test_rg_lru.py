@@ -1,5 +1,5 @@
-"""Tests of RG-LRU: initial values, FLOPs and the compiled region. The tests in tests/extensions/hugging_face compare
-logits, gradients and greedy text."""
+"""Tests of the initial values, the FLOPs and the compiled region of RG-LRU. The tests in tests/extensions/hugging_face
+compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def test_a_run_without_copies_rolls_back_to_the_disk(data: str, tmp_path: Path) 
 
 
 def resumes_after_the_rollback(folder: Path, data: str) -> None:
-    """Assert that a checkpoint saved between skipped batches records the skipped batches, and that it resumes under
-    another layout."""
+    """Assert that a checkpoint saved between skipped batches records the skipped batches, and that a run resumes from
+    the checkpoint under another layout."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --rollback-batches 4")
     told.start("--iterations-to-skip 13 14 15 16")
     run.start("--exit-interval 15")

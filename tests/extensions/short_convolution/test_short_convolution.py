@@ -1,4 +1,4 @@
-"""Tests of short convolutions: FLOPs and the compiled region. The tests in tests/extensions/hugging_face compare
+"""Tests of the FLOPs and the compiled region of short convolutions. The tests in tests/extensions/hugging_face compare
 logits, gradients and greedy text."""
 
 from __future__ import annotations

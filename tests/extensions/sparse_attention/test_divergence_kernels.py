@@ -128,7 +128,8 @@ def test_edited_kernels_differ(names: Sequence[str]) -> None:
 
 @apart(interpret=True)
 def test_interpreted_kernels_pass_the_startup_comparison() -> None:
-    """The test runs the comparison that a training run makes at its start, with the operands of the run's layers."""
+    """The test runs the comparison with plain torch that a training run makes at startup, on operands with the shapes
+    of the run's layers."""
     interpreted()
     kernels = interpreted_divergence()
     flags = f"{TINY} --num-layers 2 --seq-length 16 --vocab-size 12 --bf16 --multi-latent-attention {RUNS['dsa']}"

@@ -249,7 +249,8 @@ RUNS = {
 @pytest.mark.grid("kind", ["compressed"], ["dsa", "compressed"])
 @apart(interpret=True)
 def test_interpreted_kernels_pass_the_startup_comparison(kind: str) -> None:
-    """The test runs the comparison that a training run makes at its start, with the operands of the run's layers."""
+    """The test runs the comparison with plain torch that a training run makes at startup, on operands with the shapes
+    of the run's layers."""
     kernels = interpreted()
     kernels.suits = lambda q, width: True
     kernels.adds_gradients = lambda device, keys, count: True

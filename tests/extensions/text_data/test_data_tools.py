@@ -186,7 +186,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, code):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
-    """A process pool would not notice the end of a worker that a signal interrupted at its start."""
+    """If a signal interrupted a worker at its start, the process pool would not notice that the worker has ended."""
 
     class Pool:
         def __init__(self, *_):

@@ -1,5 +1,5 @@
-"""A mixture-of-experts model that starts from a dense model computes the same outputs as the dense model, under any
-layout, and continues training."""
+"""A mixture-of-experts model that starts from a dense model computes the same outputs as the dense model under any
+layout. Its training can then continue."""
 
 from __future__ import annotations
 

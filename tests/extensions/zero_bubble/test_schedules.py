@@ -33,7 +33,7 @@ def test_zb_v_has_no_idle_ranks_and_the_memory_of_1f1b(p, more):
 @pytest.mark.parametrize("p", [1, 4, 8, 16])
 def test_a_step_lasts_as_long_as_its_slowest_rank(p):
     """No rank updates its weights before the gradients of all ranks are complete. Therefore, a zb-h2 step takes as long
-    as a zb-h1 step. A zb-v step takes half as long."""
+    as a zb-h1 step. In a zb-v step, each rank is idle for half of the time that a rank is idle in a zb-h1 step."""
     m = 2 * p
     for schedule, time, late in (("zb-h1", 1.0, p - 1), ("zb-h2", 1.0, p - 1), ("zb-v", 0.5, (p - 1) / 2)):
         found = simulate(build_schedule(schedule, p, m), StageCosts(time, time, time))
