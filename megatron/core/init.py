@@ -32,8 +32,8 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive elements of a global tensor that one random generator draws, and their locations in this rank's
-    shard."""
+    """Consecutive elements of a global tensor whose initial values one random generator draws. The block also records
+    where its elements are stored in this rank's shard."""
 
     local: Tensor
     meta: ParamMeta

@@ -135,8 +135,8 @@ class ParallelDims:
         return sorted(groups)
 
     def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Divide each group along the axes into subgroups of consecutive ranks, one for each instance, and return all
-        subgroups. An instance may be a node, for example."""
+        """Divide each group of ranks along `axes` into one subgroup of consecutive ranks for each instance, and return
+        all subgroups. An instance may be a node, for example."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 

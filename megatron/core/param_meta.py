@@ -119,7 +119,8 @@ class ParamMeta:
     global_shape: tuple[int, ...]
 
     sharded: Mapping[str, int] = field(default_factory=dict)
-    """Dimension along which each mesh axis shards the parameter, keyed by the axis: "tp", or "ep" and "expt_tp"."""
+    """Dimension along which each mesh axis shards the parameter, keyed by the name of the axis. The keys are a subset
+    of "tp", "ep" and "expt_tp"."""
 
     init: Init | None = None
     """Initial values of the parameter. With None, `make_parameter` fills in the default that `InitPolicy` defines for
@@ -282,8 +283,9 @@ class InitPolicy:
     """Rules that change the initial values, applied in order."""
 
     def complete(self, meta: ParamMeta) -> ParamMeta:
-        """Return a copy of `meta` in which `init` is set: to the initial values of the parameter if it defines them,
-        and otherwise to the default of its role. The `rules` of the policy are then applied to these values.
+        """Return a copy of `meta` in which the field `init` is set. The method starts from `meta.init` or, if
+        `meta.init` is None, from the default for the parameter's role. It then applies the `rules` of this policy in
+        order.
 
         Raises ValueError if initial values are defined neither for the parameter nor for its role.
         """

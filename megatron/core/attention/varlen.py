@@ -35,8 +35,8 @@ class PackedKernel(Protocol):
         """Compute attention for packed queries q [rows, heads, d], keys k [key rows, groups, d] and values v [key rows,
         groups, dv].
 
-        Returns the output [rows, heads, dv], the log-sum-exp [heads, rows] in fp32, and any further tensors for the
-        backward pass.
+        The method returns the output [rows, heads, dv], the log-sum-exp [heads, rows] in fp32, and any further tensors
+        for the backward pass.
         """
 
     def backward(

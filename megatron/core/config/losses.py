@@ -87,8 +87,8 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
     Every additional chunk reads and writes the output layer's weight gradient once more. For `AUTO`, the function
     chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time,
     or all tokens at once if there is no such size. The output layer's share of the step time is estimated from numbers
-    of parameters, assuming 12 h^2 per transformer layer. The chunk size therefore depends only on the model, not on the
-    device or the layout."""
+    of parameters, assuming 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the model,
+    not on the device or the layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)

@@ -111,7 +111,7 @@ class MixerModule(Protocol):
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """Map hidden states x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism
         divides s by cp. `context` is the micro-batch's `megatron.core.batch.BatchContext`. During generation, a mixer
-        stores its state of earlier tokens in `context.cache`."""
+        stores its state after the earlier tokens in `context.cache`."""
 
 
 class Mixer(Protocol):

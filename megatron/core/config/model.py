@@ -402,7 +402,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def attends_in_tiles(self) -> bool:
-        """True if tile kernels compute all attention: torch's kernels support no biases, sinks or score caps."""
+        """True if tile kernels compute the attention of every layer, because the model uses ALiBi, attention sinks or a
+        cap on the scores. torch's fused attention kernels support none of these features."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     @property

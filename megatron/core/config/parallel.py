@@ -133,7 +133,8 @@ class StageSplit(Protocol):
         costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Return the number of layers of those stages whose number of layers the flags set, keyed by stage."""
+        """Return the stages for which a flag sets the number of layers, as a mapping from stage number to number of
+        layers."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)

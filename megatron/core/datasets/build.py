@@ -384,8 +384,7 @@ def source_lines(
         samples: Number of samples in the run; None means one epoch.
         seq_length: Tokens per sample.
         step: Shape of the run's steps, if it is known.
-        other: Function that returns the line for a path that is not an indexed dataset. It returns None if it does not
-            know the path.
+        other: Function that returns the line for a path that is not an indexed dataset, or None for any other path.
     """
 
     def with_samples(line: str, lengths: NDArray | None) -> str:

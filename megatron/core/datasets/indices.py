@@ -4,7 +4,7 @@ only numpy and does not access the disk.
 The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
 the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
 shuffle index lists the sample numbers in the order in which samples are drawn. The blend index lists samples that are
-drawn from several datasets in proportion to their weights.
+drawn from several datasets in proportion to the weights of the datasets.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class EpochPlan:
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
     """Return a plan with enough epochs of `tokens` tokens for `samples` samples. If `samples` is None, plan one epoch.
 
-    If less than 80 % of the last epoch is needed, the last epoch is shuffled separately, so that repeated documents do
-    not displace other documents from the first pass.
+    If less than 80 % of the last epoch is needed, the last epoch is shuffled separately, so that all documents of the
+    earlier epochs are used before the last epoch repeats some of them.
     """
     assert tokens > 0
     epochs = 1 if samples is None else max(1, -(-(samples * seq_length + 1) // tokens))
@@ -283,10 +283,10 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     how many samples were drawn from each dataset before the block. The computation of a block starts from a guess of
     these numbers.
 
-    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the numbers
-    after these early draws equal the numbers at the end of the previous block, the guess was right, and all draws of
-    the block are correct. If the guess was wrong, the samples of the block are drawn again one by one, starting with
-    the correct numbers.
+    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. The guess was
+    right if the numbers of drawn samples after these early draws equal the numbers at the end of the previous block. In
+    this case, all draws of the block are correct. If the guess was wrong, the samples of the block are drawn again one
+    by one, starting with the correct numbers.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

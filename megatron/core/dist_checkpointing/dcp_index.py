@@ -64,7 +64,7 @@ class IndexReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan: small tensors by template, everything else through DCP.
 
-        Both ways of reading, by template and through DCP, go through each file from front to back. Hardly any byte of a
+        Both reading methods, by template and through DCP, read each file from front to back. Hardly any byte of a
         remote file is therefore requested twice.
         """
         in_order = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)

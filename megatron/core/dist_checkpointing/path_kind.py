@@ -43,8 +43,8 @@ class KindFacts:
     follows the path."""
 
     order: int
-    """Rank of this kind among all kinds of paths. If a path matches several kinds, the kind with the smallest `order`
-    is used.
+    """Position of this kind in the order in which the kinds of paths are tried. If a path matches several kinds, the
+    kind with the smallest `order` is used.
 
     The built-in kinds have the numbers 0 (URL), 10 (indexed dataset), 20 (checkpoint), 30 (folder of checkpoints), 40
     (run), 50 (empty folder), 60 (other folder), 70 (nothing) and 80 (other file).

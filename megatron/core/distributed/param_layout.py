@@ -119,8 +119,8 @@ class BufferLayout:
     by_unit: bool = False
     """True if each bucket contains the matrices of one unit.
 
-    In such a buffer, unsharded gradients exist only while the unit is in use. With ZeRO-3 and unit stores, the same
-    applies to unsharded parameters.
+    In such a buffer, unsharded gradients exist only while the unit is in use. With ZeRO-3 and with unit stores,
+    unsharded parameters also exist only while the unit is in use.
     """
 
     @property
@@ -201,9 +201,9 @@ def _fill_buckets(
 ) -> list[BucketLayout]:
     """Fill buckets of at least `bucket_size` elements. If `bucket_size` is None, make one bucket for each unit.
 
-    Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
-    bucket that contains no other parameter, so that shards of the bucket cover the same elements on both stages and can
-    be summed over the stages.
+    Only two kinds of buckets may have fewer elements than `bucket_size`: the last bucket, and buckets next to the
+    buckets of shared parameters. A parameter shared by two stages has a bucket that contains no other parameter, so
+    that shards of the bucket cover the same elements on both stages and can be summed over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []

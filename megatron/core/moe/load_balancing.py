@@ -217,8 +217,8 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return two scalars. The first is the balancing loss of this rank's tokens in a micro-batch, multiplied by its
-        coefficients. The second is the value of "seq_aux_loss" without its coefficient.
+        """Return two scalars. The first is the sum of the balancing losses of this rank's tokens in a micro-batch, each
+        multiplied by its coefficient. The second is the value of "seq_aux_loss" without its coefficient.
 
         Each balancing loss is the sum of E * sum_i f_i p_i over tokens. The term of a token is 1 if the load is
         balanced, and E if a single expert receives all tokens. `counts` [b, E] contains the number of assignments of

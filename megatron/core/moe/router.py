@@ -202,7 +202,9 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if context.cache is not None:  # in generation, padding must not use capacity, and later tokens do not exist
+        # During generation, the capacity is unlimited: padding must not use capacity, and the later tokens with which a
+        # token competes are not known yet.
+        if context.cache is not None:
             factor = None
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
@@ -268,7 +270,7 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
     The E experts are divided into `groups` groups of consecutive experts. The score of a group is the sum of its `each`
     highest expert scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). In DeepSeek-V2, the score of a group is its
     highest expert score, so `each` is 1 (arXiv 2405.04434, section 2.2.2). If groups have equal scores, the group with
-    the lower number is better.
+    the lower number is preferred.
     """
     of_groups = scores.unflatten(-1, (groups, -1))
     sums = of_groups.sort(dim=-1, descending=True).values[..., :each].sum(-1)

@@ -48,8 +48,8 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
 
 
 def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
-    """Return the optimizer states of a buffer's fused link. These states are stored next to the main parameters of the
-    buffer and cover the padding of the buffer as well."""
+    """Return the optimizer states that the fused link (`FusedTransform`) of a buffer keeps. These states are stored
+    next to the main parameters of the buffer and cover the padding of the buffer as well."""
     fused = fused_link(config, layout)
     return () if fused is None else fused.states(layout.params[0].meta)
 

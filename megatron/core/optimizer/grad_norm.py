@@ -28,14 +28,15 @@ class GradNorm:
     """Gradient norm of the whole model. Each rank sums the squares of the gradients in its shards, and an all-reduce
     over the world adds up these sums.
 
-    The same all-reduce also adds up the vectors `sums` [n] that the ranks pass to `own`.
+    The all-reduce of the squares also sums the additional vectors `sums` [n] that the ranks pass to the method `own`.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device, host_threads: int | None = None
     ) -> None:
-        """Select the gradients that count. `host_threads` is the number of threads that read gradients in host memory.
-        The default is `torch.get_num_threads()`."""
+        """Select the gradients that are included in the norm. If a parameter has replicas, only the first replica is
+        included. `host_threads` is the number of threads that read gradients in host memory. The default is
+        `torch.get_num_threads()`."""
         self.world, self.device = state.world, device
         self._threads = host_threads
         self.counted: list[Tensor] = []

@@ -217,7 +217,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
     """Distribute costs over ranks so that the sums of the ranks are nearly equal, and return the rank of each cost. The
     costs are processed in descending order, and each cost is assigned to the rank with the smallest sum so far.
 
-    With this rule (Graham's LPT rule), the largest sum is at most 4/3 of the optimum.
+    This greedy algorithm is Graham's LPT rule (longest processing time first). The largest sum is at most 4/3 of the
+    largest sum of an optimal distribution.
     """
     heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

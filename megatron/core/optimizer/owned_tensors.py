@@ -37,7 +37,7 @@ def with_main_weights(
     only be read. Under --bf16 and --fp16, they are fp32.
     """
     if any(shard.on_host for shard in optimizer.shards):
-        optimizer.finish_param_sync()  # waits until the host has updated its shards
+        optimizer.finish_param_sync()  # wait until the host has updated the shards in host memory
     by_name = pieces_by_name(pieces)
     for shard in optimizer.shards:
         for part, span in shard.owned_pieces(*shard.range):
@@ -111,7 +111,7 @@ def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
 
 
 def _spread(ddp: DistributedDataParallel) -> None:
-    """Send the weights that each data-parallel rank has written to all other data-parallel ranks, with the all-gather
-    of the parameters."""
+    """All-gather the parameters, so that every data-parallel rank receives the weights that the other data-parallel
+    ranks have changed."""
     ddp.start_param_sync()
     ddp.finish_param_sync()

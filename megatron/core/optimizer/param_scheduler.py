@@ -36,7 +36,7 @@ WEIGHT_DECAY_RAMP: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class ScheduleLength:
-    """Lengths of a schedule in samples."""
+    """Lengths, in samples, of the phases of a learning-rate schedule and of the whole run."""
 
     warmup: float
     decay: float

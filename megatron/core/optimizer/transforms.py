@@ -124,8 +124,8 @@ class ParameterUpdate:
     """Elements of the parameter [n]. The links of a chain must not change them."""
 
     update: Tensor
-    """Update [n], which links replace. Before the first link, it is the clipped gradient, or zeros in a skipped step.
-    After the last link, it is added to the parameter."""
+    """The update [n]. Each link of the optimizer chain may replace this tensor. Before the first link, the update is
+    the clipped gradient, or zeros in a skipped step. After the last link, the update is added to the parameter."""
 
     states: Mapping[str, Tensor]
     """States of kind `elements`, keyed by name. Each state is a tensor [n], which links modify in place."""
@@ -296,8 +296,8 @@ class FusedTransform(Transform):
 
     All states of a fused link are of kind `elements`. The method `states` must return the same names and dtypes for
     every parameter. The states of a fused link are stored together with the main parameters (`OptimizerShard.states`),
-    including padding. All parameters of a buffer must use the same fused link, or none of them may use one. Matrices
-    whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
+    including padding. Either all parameters of a buffer must use the same fused link, or no parameter of the buffer may
+    use a fused link. Matrices whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:

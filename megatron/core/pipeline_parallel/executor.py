@@ -166,7 +166,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.queue.assert_empty()
 
     def end(self) -> list[Tensor]:
-        """Wait until all messages have been sent, and return the loss sums. These are the return value of `run`."""
+        """Wait until all messages have been sent, and return the loss sums. `run` returns these loss sums."""
         self.p2p.finish()
         assert not self.held, "messages or autograd graphs are left over at the end of the action list"
         return self.losses()

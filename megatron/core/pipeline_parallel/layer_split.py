@@ -88,8 +88,8 @@ def _layer_costs(config: TransformerConfig) -> float:
 
 
 def _attention_cost(config: TransformerConfig, number: int) -> float:
-    """Return the number of scalar multiplications per token that a layer's attention scores and the weighted sum of its
-    values take, averaged over the tokens of a sequence."""
+    """Return the number of scalar multiplications per token for the attention scores of a layer and for the weighted
+    sum of the values. The number is averaged over the tokens of a sequence."""
     if not config.layer(number).attends:
         return 0.0
     own = config.of_layer(number)

@@ -103,8 +103,8 @@ class PipelineP2P:
 
     @contextmanager
     def shaped(self, shape: Sequence[int]) -> Iterator[None]:
-        """Context manager that changes the message shape within the block. All pipeline ranks must enter it, and no
-        message may be in flight."""
+        """Context manager that changes the message shape within the block. All pipeline ranks must enter the context,
+        and no message may be in flight when they do."""
         assert not self._sends, "messages are still in flight"
         before, self.shape = self.shape, tuple(shape)
         try:

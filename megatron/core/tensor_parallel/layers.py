@@ -143,7 +143,7 @@ class TPContext(Section):
 class Boundary:
     """Collectives before and after a layer f, y = leave(f(enter(x))), and their adjoints for the backward pass.
 
-    The adjoints may overwrite their input.
+    The adjoint collectives (`enter_adjoint` and `leave_adjoint`) may overwrite their input.
     """
 
     enter: Start = start_nothing
@@ -255,7 +255,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        del saved  # lets autograd free the tensors
+        del saved  # so that only autograd keeps the tensors in memory
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None
         if bias is not None:

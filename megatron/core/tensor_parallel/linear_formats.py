@@ -32,8 +32,8 @@ class LinearFormatFacts:
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
     """Function that takes the configuration and the number of ranks over which features are sharded, and returns a pair
-    (divisor, flag). The number of features on each rank must be a multiple of the divisor, because of the given
-    flag."""
+    (divisor, flag). The number of features on each rank must be a multiple of the divisor. Error messages name the flag
+    as the reason for this requirement."""
 
     tokens: int
     """Divisor that all kernels of the format require. The number of tokens in a micro-batch must be a multiple of

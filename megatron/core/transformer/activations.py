@@ -62,7 +62,7 @@ def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Ac
 
 
 def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build an activation function from `FUNCTIONS` that is not gated. The output is as wide as the input."""
+    """Build one of the ungated activation functions in `FUNCTIONS`. The output is as wide as the input."""
     kind = config.activation
     return FusedActivation(kind, True) if ctx.compiled else FUNCTIONS[kind][0]
 

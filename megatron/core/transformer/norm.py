@@ -137,7 +137,7 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
     """Return the query norm and the key norm of an attention layer. The inputs of both norms have the shape [s, b,
     heads/tp, d]. If the layer has no query and key norms, the function returns two `nn.Identity` modules.
 
-    The caller applies the norms before the rotary embedding, or after it with --qk-layernorm-after-rotary. With
+    The caller applies the norms before the rotary embedding, or after it if --qk-layernorm-after-rotary is set. With
     --qk-l2-norm, the order does not affect the result.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:

@@ -151,8 +151,8 @@ def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: in
     a segment starts with one of the first `offloaded` layers, its activations are offloaded.
 
     With the recompute method "uniform", only the input of each group of `recompute_num_layers` layers is saved. With
-    the method "block", only the inputs of the first `recompute_num_layers` layers are saved, but all activations of the
-    other layers.
+    the method "block", the first `recompute_num_layers` layers save only their inputs, and the other layers save all
+    activations.
     """
     count, full = config.recompute_num_layers or 1, config.recompute_granularity == "full"
     groups = full and config.recompute_method != "block"

@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         return self.linear_proj(out if gate is None else self.gated(out, gate, self.gate_function), addend=addend)
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return a description of the rows of linear_qkv, which belong to queries, gates, keys and values."""
+        """Describe which rows of linear_qkv compute queries, keys, or neither of the two (output gates and values)."""
         kinds = RowKind.QUERY, RowKind.OTHER, RowKind.KEY, RowKind.OTHER
         return (HeadRows(self.linear_qkv, self.head_counts[0], tuple(zip(kinds, self.group_rows, strict=True))),)
 

@@ -257,8 +257,8 @@ class GPTModel(nn.Module):
         return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Gather the logits [s, b, V/tp] of all tensor-parallel ranks, and remove the vocabulary padding. Return [s, b,
-        vocab_size]."""
+        """Gather the logits [s, b, V/tp] of all tensor-parallel ranks, and remove the vocabulary padding. Return the
+        logits [s, b, vocab_size]."""
         return all_gather(logits, self.tp, dim=2)[..., : self.config.vocab_size]
 
     def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
