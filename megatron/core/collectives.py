@@ -168,7 +168,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """All-gather a Python object from each rank. Returns the objects of all ranks, in rank order."""
+    """All-gather a Python object from each rank. The function returns the objects of all ranks, in rank order."""
     if axis.size == 1:
         return [value]
     values = [value] * axis.size

@@ -35,8 +35,8 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
-        """Return the sizes of the parallelism axes for a validated configuration. Raises ValueError if the sizes do not
-        divide the world size."""
+        """Return the sizes of the parallelism axes for a validated configuration. The method raises ValueError if the
+        sizes do not divide the world size."""
         model = config.model_parallel_size
         if world_size % model:
             raise ValueError(

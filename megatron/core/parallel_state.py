@@ -141,8 +141,8 @@ def initialize_model_parallel(
     """Build all process groups of a layout over the ranks of torch.distributed's default group.
 
     All ranks must call this function with the same arguments, which are named as in Megatron-LM. After the call, the
-    functions at the end of this file return values of the new state. Raises ValueError if the sizes do not divide the
-    world size.
+    functions at the end of this file return values of the new state. The function raises ValueError if the sizes do not
+    divide the world size.
     """
     config = ModelParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,

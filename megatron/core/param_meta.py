@@ -287,7 +287,7 @@ class InitPolicy:
         `meta.init` is None, from the default for the parameter's role. It then applies the `rules` of this policy in
         order.
 
-        Raises ValueError if initial values are defined neither for the parameter nor for its role.
+        The method raises ValueError if initial values are defined neither for the parameter nor for its role.
         """
         init = meta.init or self._of_role(meta)
         for rule in self.rules:

@@ -66,8 +66,8 @@ def _members(protocol: type) -> list[str]:
 
 
 def _call_form(protocol: type) -> str | None:
-    """Return the argument names of a Protocol's `__call__` as text. Keyword-only arguments are marked with `=`. Returns
-    None if the Protocol does not define `__call__`, or if `__call__` accepts `*args` or `**kwargs`."""
+    """Return the argument names of a Protocol's `__call__` as text. Keyword-only arguments are marked with `=`. The
+    function returns None if the Protocol does not define `__call__`, or if `__call__` accepts `*args` or `**kwargs`."""
     call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         return None
@@ -78,8 +78,8 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Check that a part can be called with the arguments in `form`, which is a result of `_call_form`. Returns an empty
-    string if the part conforms, and otherwise the violated rule and a remedy."""
+    """Check that a part can be called with the arguments in `form`, which is a result of `_call_form`. The function
+    returns an empty string if the part conforms, and otherwise the violated rule and a remedy."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
@@ -97,8 +97,8 @@ def _refused(form: str, part: object) -> str:
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """Check that a class defines the methods of `protocol` with the same arguments. Returns an empty string if the
-    class conforms, and otherwise an error text with the wrong methods and a remedy."""
+    """Check that a class defines the methods of `protocol` with the same arguments. The function returns an empty
+    string if the class conforms, and otherwise an error text with the wrong methods and a remedy."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; define it, or correct its spelling"
     for name in _members(protocol):
@@ -167,8 +167,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         """Add a part. Pass the part as an argument, or use `register` as a decorator. A string "module:attribute" is
         imported on first use.
 
-        Raises ValueError if the part does not match the Protocol of the registry, or if the name is already registered;
-        the message then contains the file and line of both registrations.
+        The method raises ValueError if the part does not match the Protocol of the registry, or if the name is already
+        registered; the message then contains the file and line of both registrations.
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -221,7 +221,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         return len(self._entries)
 
     def __getitem__(self, name: str) -> P:
-        """Return the part `name`, and import it if necessary. Raises ValueError if the name is not registered."""
+        """Return the part `name`, and import it if necessary. The method raises ValueError if the name is not
+        registered."""
         entry = self._entry(name)
         if isinstance(entry.part, str):
             part = imported(entry.part)
@@ -250,8 +251,8 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
-        """Return the facts (properties) of a part without importing the part. Raises ValueError if the name is not
-        registered."""
+        """Return the facts (properties) of a part without importing the part. The method raises ValueError if the name
+        is not registered."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:

@@ -31,7 +31,7 @@ class NullTokenizer:
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text. Raises ValueError for a word that is not a token id."""
+        """Return the token ids of a text. The method raises ValueError for a word that is not a token id."""
         ids = [int(word) for word in text.split()]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)} must be in 0..{self.vocab_size - 1}")
@@ -105,7 +105,8 @@ FILES = frozenset(
 
 
 def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
-    """Return the configuration with local copies in place of URLs. Raises ValueError if a URL cannot be read."""
+    """Return the configuration with local copies in place of URLs. The function raises ValueError if a URL cannot be
+    read."""
     found: dict[str, Any] = {}
     for field in FILE_FIELDS:
         path = located(getattr(config, field) or "")
@@ -123,8 +124,8 @@ def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
     """Build the tokenizer of `--tokenizer-type`. The tokenizer is built only once per process for the same files.
 
-    Only NullTokenizer uses `vocab_size` (--vocab-size). Raises ValueError with the name of every flag or file that is
-    missing.
+    Only NullTokenizer uses `vocab_size` (--vocab-size). The function raises ValueError with the name of every flag or
+    file that is missing.
     """
     if config.tokenizer_type is None:
         raise ValueError(

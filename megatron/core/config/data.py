@@ -136,8 +136,8 @@ class DatasetConfig(Section):
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Return the dataset prefix of each named validation set, keyed by the name of the set. Raises ValueError if a
-        name is not valid or occurs twice."""
+        """Return the dataset prefix of each named validation set, keyed by the name of the set. The property raises
+        ValueError if a name is not valid or occurs twice."""
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:

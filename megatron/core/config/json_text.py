@@ -7,9 +7,9 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError if the text is not valid JSON, nests too deeply, or contains a number with
-    more than 4,300 digits. The standard library's parser raises RecursionError for deeply nested texts, and for long
-    numbers it suggests changing a Python setting."""
+    """Parse a JSON text. The function raises ValueError if the text is not valid JSON, nests too deeply, or contains a
+    number with more than 4,300 digits. The standard library's parser raises RecursionError for deeply nested texts, and
+    for long numbers it suggests changing a Python setting."""
     try:
         return json.loads(text)
     except RecursionError:

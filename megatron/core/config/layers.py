@@ -81,8 +81,8 @@ class ResidualModule(Protocol):
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
         """Call the sublayer with hidden states [s, b, h], which are computed from the stream x [s, b, w]. Add the
-        output of the sublayer to the stream. Returns the new stream [s, b, w]. Under sequence parallelism, s/tp
-        replaces s."""
+        output of the sublayer to the stream. The method returns the new stream [s, b, w]. Under sequence parallelism,
+        s/tp replaces s."""
 
 
 class ResidualClass(Protocol):
@@ -204,7 +204,7 @@ class LayerPattern:
         """Return the sublayers of each layer and of each multi-token prediction module. `config` is the model's
         `TransformerConfig`.
 
-        Raises ValueError if the pattern is invalid."""
+        The method raises ValueError if the pattern is invalid."""
         raise NotImplementedError
 
 
@@ -216,7 +216,7 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
     """Parse the text of a layer pattern, and return one bool per layer.
 
     The pattern is either a period N or a list of 0 and 1 such as "([0]*3+[1]*58)". If it is a period, `of_period(layer,
-    N)` returns the value of each layer. Raises ValueError if the text is invalid.
+    N)` returns the value of each layer. The function raises ValueError if the text is invalid.
     """
     value = _value_of(text, "is neither a number nor a list of 0 and 1")
     if isinstance(value, int):
@@ -229,8 +229,8 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
 def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[int, ...]:
     """Parse a list of numbers, one for each layer, such as "([64]*3+[96]*9)".
 
-    The numbers in the list must be at least `least`. If `num_layers` is None, the list may have any length. Raises
-    ValueError if the text is invalid.
+    The numbers in the list must be at least `least`. If `num_layers` is None, the list may have any length. The
+    function raises ValueError if the text is invalid.
     """
     value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):
@@ -277,8 +277,8 @@ def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Call
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate a syntax tree of integers, lists of integers, sums of lists, and products of a list and an integer.
-    Raises TypeError if the tree contains any other expression."""
+    """Evaluate a syntax tree of integers, lists of integers, sums of lists, and products of a list and an integer. The
+    function raises TypeError if the tree contains any other expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

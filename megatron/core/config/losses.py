@@ -96,7 +96,7 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
 
 def parse_chunk(text: str) -> int:
-    """Parse a value of --loss-chunk-tokens. Raises ValueError if the value is invalid."""
+    """Parse a value of --loss-chunk-tokens. The function raises ValueError if the value is invalid."""
     if text in ("auto", str(AUTO)):  # saved configurations contain AUTO instead of the word "auto"
         return AUTO
     if not text.isdecimal():

@@ -158,8 +158,8 @@ ATTENTION_VARIANTS = MixerNames(attentions=False)
 
 
 def attention_facts(name: str) -> AttentionFacts:
-    """Return the properties of the attention module that --attention-module selects by this name. Raises ValueError if
-    the name is not registered."""
+    """Return the properties of the attention module that --attention-module selects by this name. The function raises
+    ValueError if the name is not registered."""
     facts = MIXERS.facts(name).attention
     if facts is None:
         raise ValueError(f"--attention-module {name}: must be one of {', '.join(ATTENTION_MODULES)}")

@@ -113,8 +113,8 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of layer `number`, or of MTP module `number - num_layers`. Raises ValueError for invalid
-        patterns."""
+        """Return the kind of layer `number`, or of MTP module `number - num_layers`. The method raises ValueError for
+        invalid patterns."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -125,12 +125,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer, in order of layer number. Raises ValueError if a layer pattern is invalid."""
+        """Kind of each layer, in order of layer number. An invalid layer pattern raises ValueError."""
         return self._kinds[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
-        """Layer kind of each multi-token prediction module. Raises ValueError if a layer pattern is invalid."""
+        """Layer kind of each multi-token prediction module. An invalid layer pattern raises ValueError."""
         return self._kinds[self.num_layers :]
 
     @cached_property
@@ -184,25 +184,25 @@ class TransformerConfig(ModelFields):
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
         """Sublayers that the layer pattern specifies for each layer and multi-token prediction module; None without a
-        pattern. Raises ValueError if the pattern is invalid."""
+        pattern. An invalid pattern raises ValueError."""
         return None if self.pattern is None else self.pattern.stated_layers(self)
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the mixers that replace attention in some layers, and of the mixers that they include. Raises
-        ValueError if a pattern is invalid."""
+        """Names of the mixers that replace attention in some layers, and of the mixers that these mixers include. An
+        invalid pattern raises ValueError."""
         stated = self.stated_layers
         names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
         return tuple(dict.fromkeys(part for n in names if n for part in (n, *MIXERS.facts(n).includes)))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that have a dense MLP. Raises ValueError if a layer pattern is invalid."""
+        """Numbers of the layers that have a dense MLP. An invalid layer pattern raises ValueError."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with a mixture of experts. Raises ValueError if --moe-layer-freq is invalid."""
+        """Numbers of the layers with a mixture of experts. An invalid --moe-layer-freq raises ValueError."""
         return tuple(number for number, moe in enumerate(self.expert_pattern) if moe)
 
     @property
@@ -290,7 +290,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """MLP width of each layer that has an MLP. Raises ValueError if --ffn-hidden-size-pattern is invalid."""
+        """MLP width of each layer that has an MLP. An invalid --ffn-hidden-size-pattern raises ValueError."""
         if self.ffn_hidden_size_pattern is None:
             return (self.ffn_size,) * self.num_layers
         return layer_numbers(self.ffn_hidden_size_pattern, self.num_layers)
@@ -402,8 +402,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attends_in_tiles(self) -> bool:
-        """True if tile kernels compute the attention of every layer, because the model uses ALiBi, attention sinks or a
-        cap on the scores. torch's fused attention kernels support none of these features."""
+        """True if only tile kernels can compute attention: the model uses ALiBi, attention sinks or a score cap."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     @property

@@ -72,7 +72,7 @@ class RouterModule(Protocol):
     """The `nn.Module` that chooses experts for one layer's tokens."""
 
     def forward(self, x: Tensor, context: object, /) -> object:
-        """Choose experts for the tokens x [s, b, h], or [s/tp, b, h] under sequence parallelism. Returns a
+        """Choose experts for the tokens x [s, b, h], or [s/tp, b, h] under sequence parallelism. The method returns a
         `megatron.core.moe.router.Choice`. `context` is the micro-batch's `megatron.core.batch.BatchContext`."""
 
 
@@ -124,8 +124,8 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """Return the name of the router that is registered for the choice `value`. Raises ValueError unless exactly one
-        router is registered for `value`."""
+        """Return the name of the router that is registered for the choice `value`. The method raises ValueError unless
+        exactly one router is registered for `value`."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(

@@ -84,8 +84,8 @@ class Blend(NamedTuple):
 
 
 def parse_blend(flag: str, values: Sequence[str]) -> Blend:
-    """Parse the values of a flag, which have the form `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError, with
-    `flag` in the message, if the values are invalid."""
+    """Parse the values of a flag, which have the form `PREFIX...` or `WEIGHT PREFIX ...`. The function raises
+    ValueError, with `flag` in the message, if the values are invalid."""
     shown = f"{flag} {' '.join(values)}"
     if not values:
         raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")
@@ -109,7 +109,7 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
 def split_share(prefix: str) -> tuple[str, tuple[float, float] | None]:
     """Split `PREFIX@0:0.9` into PREFIX and its document share (0, 0.9); the share is None without `@`.
 
-    Raises ValueError if the share is not within [0, 1].
+    The function raises ValueError if the share is not within [0, 1].
     """
     found = re.fullmatch(r"(.+)@([0-9.]+):([0-9.]+)", prefix)
     if found is None:

@@ -294,6 +294,6 @@ class DividesDocuments(Protocol):
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
         """Return a one-line description of the samples and the steps of the run, for logs and plans. `lengths`
-        [documents] is None if the document lengths are unknown. Returns None if the flags do not change how documents
-        are divided.
+        [documents] is None if the document lengths are unknown. The method returns None if the flags do not change how
+        documents are divided.
         """

@@ -194,7 +194,7 @@ def _checksum_line(array: NDArray) -> bytes:
 
 
 def _load_whole(path: Path) -> NDArray:
-    """Memory-map an array. Raises ValueError unless the file ends with the checksum of its content."""
+    """Memory-map an array. The function raises ValueError unless the file ends with the checksum of its content."""
     array: NDArray = np.load(path, mmap_mode="r").view(np.ndarray)
     expected = _checksum_line(array)
     with open(path, "rb") as stream:

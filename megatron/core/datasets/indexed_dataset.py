@@ -104,8 +104,8 @@ class IndexedDataset:
         return self.read(int(self.offsets[index]) // self.dtype.itemsize + start, max(0, stop - start))
 
     def read(self, first: int, count: int) -> NDArray:
-        """Read `count` token ids, starting with token number `first` of the file. Raises OSError if the file is too
-        short."""
+        """Read `count` token ids, starting with token number `first` of the file. The method raises OSError if the file
+        is too short."""
         size = count * self.dtype.itemsize
         data = self._pread(first * self.dtype.itemsize, size)
         while len(data) < size:  # A single read returns at most 2 GB.

@@ -32,8 +32,8 @@ CELLS = 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parse the value of `--split`. Return the shares of train, valid and test, normalized to sum to 1. Raises
-    ValueError if the value is invalid.
+    """Parse the value of `--split`. Return the shares of train, valid and test, normalized to sum to 1. The function
+    raises ValueError if the value is invalid.
 
     Surrounding quotes, which a shell leaves in a variable, are ignored.
     """

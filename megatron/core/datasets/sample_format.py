@@ -37,7 +37,7 @@ class SampleFormat:
         position_ids and document_ids, each of shape [s].
 
         An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is
-        None if attention crosses documents. Raises ValueError if `text` does not have seq_length + 1 tokens.
+        None if attention crosses documents. The method raises ValueError if `text` does not have seq_length + 1 tokens.
         """
         if text.shape != (self.seq_length + 1,):
             raise ValueError(

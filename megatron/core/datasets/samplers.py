@@ -116,7 +116,7 @@ class DataIterator:
         """Return this rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
 
         If steps are consecutive, their samples are prefetched, even if the batch size changes. A step may also start at
-        any other sample, without prefetching. Raises ValueError if the dataset ends within the step.
+        any other sample, without prefetching. The method raises ValueError if the dataset ends within the step.
         """
         assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size

@@ -72,7 +72,7 @@ class SourceOrder:
         last number in `planned`, or one epoch if the last number is None.
 
         `planned` lists the sample counts that were requested so far: first the original count, then one count for each
-        extension. Raises ValueError under the same conditions as `GPTDataset`.
+        extension. The method raises ValueError under the same conditions as `GPTDataset`.
         """
         for asked in planned:
             left = sum(map(len, self.segments)) - self.taken

@@ -158,7 +158,8 @@ class TensorFormat:
 def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Template | None:
     """Save two tensors of the same kind with torch.save, compare the two archives, and return their common template.
 
-    Returns None if the archives differ in more than the tensor's data, for example in checksums that torch writes.
+    The function returns None if the archives differ in more than the tensor's data, for example in checksums that torch
+    writes.
     """
     size = prod(shape) * dtype.itemsize
 

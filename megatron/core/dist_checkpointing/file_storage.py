@@ -78,7 +78,7 @@ class Storage(Protocol):
     @abstractmethod
     def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes of a file, starting at byte `start`; by default, read to the end of the file. If the
-        file ends earlier, return fewer bytes. Raises FileNotFoundError if there is no such file.
+        file ends earlier, return fewer bytes. The method raises FileNotFoundError if there is no such file.
         """
         ...
 
@@ -90,7 +90,8 @@ class Storage(Protocol):
 
     @abstractmethod
     def remove(self, path: PurePath) -> None:
-        """Delete a file, or a folder with its contents. Raises FileNotFoundError if `path` does not exist."""
+        """Delete a file, or a folder with its contents. The method raises FileNotFoundError if `path` does not
+        exist."""
         ...
 
     def content(self, path: PurePath) -> bytes | None:
@@ -103,8 +104,8 @@ class Storage(Protocol):
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
         """Write a whole file if its current content is `expected`. If `expected` is None, the file must not exist.
 
-        Raises FileExistsError if the current content is not `expected`. The default implementation is not atomic: if
-        two processes call `replace` simultaneously, both may succeed.
+        The method raises FileExistsError if the current content is not `expected`. The default implementation is not
+        atomic: if two processes call `replace` simultaneously, both may succeed.
         """
         if self.content(path) != expected:
             raise FileExistsError(f"{path} was changed by another writer")
@@ -133,12 +134,12 @@ class Storage(Protocol):
         return self.size(path) is not None or bool(self.names(path))
 
     def open(self, path: PurePath) -> IO[bytes]:
-        """Open a file for reading at any position. Raises FileNotFoundError if there is no such file."""
+        """Open a file for reading at any position. The method raises FileNotFoundError if there is no such file."""
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
         """Open a file for reading `ranges` from front to back. Hardly any bytes outside of `ranges` are requested from
-        the storage. Raises FileNotFoundError if there is no such file."""
+        the storage. The method raises FileNotFoundError if there is no such file."""
         size = self._known_size(path)
         return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
 
@@ -344,8 +345,8 @@ def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
     """Return a local folder that contains links to local copies of files in a stored folder. A file is linked if
     `wanted` returns True for its name.
 
-    Only files directly in the folder are linked. If `folder` is on the local disk, it is returned unchanged. Raises
-    OSError if the stored files cannot be read.
+    Only files directly in the folder are linked. If `folder` is on the local disk, it is returned unchanged. The
+    function raises OSError if the stored files cannot be read.
     """
     if isinstance(folder, Path):
         return folder

@@ -64,8 +64,8 @@ def write_summed(path: PurePath, text: str) -> dict[str, int]:
 
 
 def write_manifest(folder: PurePath, sums: Sums) -> None:
-    """Write the manifest of a folder. Raises OSError if a file does not have the expected size, which indicates a
-    faulty disk or another writer."""
+    """Write the manifest of a folder. The function raises OSError if a file does not have the expected size, which
+    indicates a faulty disk or another writer."""
     for name, expected in sums.items():
         size = storage_of(folder).size(folder / name)
         if size is None:
@@ -76,8 +76,8 @@ def write_manifest(folder: PurePath, sums: Sums) -> None:
 
 
 def read_manifest(folder: PurePath) -> Sums:
-    """Read the manifest of a checkpoint folder. Raises ValueError with the reason if the manifest is missing or
-    damaged."""
+    """Read the manifest of a checkpoint folder. The function raises ValueError with the reason if the manifest is
+    missing or damaged."""
     try:
         files = parse_json(storage_of(folder).read(folder / MANIFEST).decode())["files"]
         for name, entry in files.items():

@@ -79,7 +79,7 @@ class DataReader(Protocol):
 
     def prefix(self, flag: str, path: str, /) -> str:
         """Return the prefix of the dataset made from the files that a path names. Create the dataset if it does not
-        exist. Raises ValueError, with `flag` in the message, if the dataset cannot be created.
+        exist. The method raises ValueError, with `flag` in the message, if the dataset cannot be created.
         """
 
 
@@ -95,8 +95,8 @@ class DataKind(ABC):
 
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
-        """Return a one-line description of the files at `path`, for example for a log. Raises ValueError, with `flag`
-        in the message, if the files cannot be found."""
+        """Return a one-line description of the files at `path`, for example for a log. The method raises ValueError,
+        with `flag` in the message, if the files cannot be found."""
 
     @abstractmethod
     def reader(
@@ -277,7 +277,7 @@ def read_latest(root: PurePath) -> int | None:
     """Read the iteration of the newest complete checkpoint in `root` from the text file `LATEST`. Return None if there
     is no such file.
 
-    Raises ValueError if the file does not contain an iteration number.
+    The function raises ValueError if the file does not contain an iteration number.
     """
     path, storage = root / LATEST, storage_of(root)
     if not storage.exists(path):
@@ -303,8 +303,8 @@ class Candidates:
 def candidates(path: PurePath) -> Candidates:
     """List the checkpoints that `path` may refer to: `path` itself if it is a checkpoint, or all checkpoints in the
     folder `path` up to the latest one. A text file names the latest checkpoint. If the text file is missing or damaged,
-    the checkpoint with the highest iteration is the latest. Raises ValueError if the file is damaged and there is no
-    checkpoint, or if `path` is a model that must be converted to a checkpoint first.
+    the checkpoint with the highest iteration is the latest. The function raises ValueError if the file is damaged and
+    there is no checkpoint, or if `path` is a model that must be converted to a checkpoint first.
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))

@@ -52,8 +52,8 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
             allocate.
         also: functions `module.name` that the program permits in addition to `RULES`, and whose calls allocate nothing.
 
-    Raises pickle.UnpicklingError, with a one-line message, if a call allocates memory of a given size, copies too much
-    or is unknown, or if the pickle is damaged.
+    The function raises pickle.UnpicklingError, with a one-line message, if a call allocates memory of a given size,
+    copies too much or is unknown, or if the pickle is damaged.
     """
     reader = _Reader(data, size, also)
     try:
@@ -141,8 +141,8 @@ class _Reader:
         self.stack.append(self.call(self.stack.pop(), given))
 
     def call(self, function: object, given: object) -> object:
-        """Return a stand-in for the result of a call, without calling the function. Raises `Refused` unless the rules
-        state that the call is harmless."""
+        """Return a stand-in for the result of a call, without calling the function. The method raises `Refused` unless
+        the rules state that the call is harmless."""
         if not isinstance(function, Name) or not isinstance(given, tuple):
             raise Refused("it calls something other than a function with arguments")
         self.spent += len(given) + sum(map(cost, given))

@@ -28,7 +28,7 @@ def check_sizes(data: bytes) -> None:
     """Check that no length and no memo index in a pickle is larger than the pickle itself.
 
     If a pickle states the length of a value, Python's unpickler allocates this number of bytes before it reads the
-    value. Raises pickle.UnpicklingError or, if the pickle is truncated, EOFError.
+    value. The function raises pickle.UnpicklingError or, if the pickle is truncated, EOFError.
     """
     place, end = 0, len(data)
     while place < end:

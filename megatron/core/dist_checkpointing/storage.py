@@ -208,9 +208,9 @@ class Checkpoint:
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Load the checkpoint into `targets`. All ranks of `world` must call this method.
 
-        Raises ValueError on every rank, with the keys in the message, in three cases: a target is missing from the
-        checkpoint or has a different shape there; the checkpoint contains a key that no rank loads, and `ignore`
-        returns False for this key; or a file is damaged.
+        The method raises ValueError on every rank, with the keys in the message, in three cases: a target is missing
+        from the checkpoint or has a different shape there; the checkpoint contains a key that no rank loads, and
+        `ignore` returns False for this key; or a file is damaged.
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)

@@ -25,8 +25,9 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
     `permitted` lists additional classes and functions to which the file may refer. If the file refers to a class or
     function under another name, pass the pair (object, name) instead of the object. A permitted function must not let
-    its arguments choose how much memory it allocates. Raises pickle.UnpicklingError if a file refers to other classes
-    or functions, or requests too much memory for its size. If the file is damaged, many other exceptions are possible.
+    its arguments choose how much memory it allocates. The function raises pickle.UnpicklingError if a file refers to
+    other classes or functions, or requests too much memory for its size. If the file is damaged, many other exceptions
+    are possible.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -39,8 +40,9 @@ def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
     """Check the calls that `torch.load` would make if it loaded `file`, which must be seekable. The file must be
     positioned at its beginning. The position is restored.
 
-    Returns whether the file is in zip format. Raises pickle.UnpicklingError if the calls would allocate too much memory
-    for the size of the file, or if the pickle is damaged. A damaged zip file is not reported here, but by `torch.load`.
+    The function returns whether the file is in zip format. The function raises pickle.UnpicklingError if the calls
+    would allocate too much memory for the size of the file, or if the pickle is damaged. A damaged zip file is not
+    reported here, but by `torch.load`.
     """
     size = file.seek(0, 2)
     file.seek(0)

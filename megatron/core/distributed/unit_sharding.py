@@ -12,8 +12,7 @@ The order of units is learned from the previous step, because a schedule uses th
 with the same number of micro-batches. The order also includes recomputed forward passes. All ranks of a group therefore
 gather and reduce in the same order. In the first step and during evaluation, no unit is gathered early.
 
-With a split backward pass (I for inputs, W for weights), gradients are reduced after the W pass. The W pass does not
-need the unit's parameters.
+With a split backward pass (I for inputs, W for weights), gradients are reduced after W. The W pass needs no parameters.
 """
 
 from __future__ import annotations
