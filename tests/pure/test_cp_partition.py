@@ -113,7 +113,7 @@ def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
 
 
 def test_neighbouring_full_tiles_are_joined() -> None:
-    """In every ring step except the first, a rank launches a single kernel."""
+    """A rank launches three kernels for its own keys, and a single kernel for the keys of each other rank."""
     spans = [rank_spans(32, rank, 4) for rank in range(4)]
     for rank, queries in enumerate(spans):
         for source, keys in enumerate(spans):

@@ -156,7 +156,7 @@ def test_interleaved_order_is_megatrons_where_p_divides_m():
 
 @given(st.integers(1, 20), st.none() | st.integers(0, 20), st.integers(1, 100))
 def test_groups_have_the_requested_size_unless_the_rest_is_too_small(p, more, m):
-    """The default group size is p micro-batches."""
+    """By default, a group of micro-batches contains one micro-batch per pipeline rank."""
     group = p + (more or 0)
     groups = groups_of(m, p, None if more is None else group)
     sizes = [len(part) for part in groups]
@@ -217,7 +217,8 @@ def test_lists_are_cut_where_no_message_is_in_flight(schedule):
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
-    """No send waits for a receive, even if the messages of each lane are executed in order, as with NCCL. Interleaved
+    """There is one lane (process group) per combination of forward or backward messages and even or odd sending ranks.
+    No send waits for a receive, even if the messages of each lane are executed in order, as with NCCL. Interleaved
     schedules on an odd number of ranks are skipped, because the numbers of the first and the last rank are both even,
     so that both ranks send on the lane between them."""
     for v in ANY_V.get(schedule, (None,)):

@@ -94,7 +94,7 @@ def test_causes_of_unknown_ranks_and_requests_of_unknown_kinds_are_ignored() -> 
         assert board.cause() is None
     board.store.set("ask/0", '{"kind": "run", "why": "it"}')
     assert board.asked(0) is None
-    for pid in (0, -1):  # a signal to such a pid would be sent to a process group
+    for pid in (0, -1):  # a signal to pid 0 or to a negative pid would be sent to a process group
         board.store.set("peer/1", json.dumps(PEER | {"pid": pid}))
         assert 1 not in board.neighbours()
         board.peers.clear()

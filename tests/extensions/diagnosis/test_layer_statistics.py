@@ -142,4 +142,4 @@ def test_logged_values_match_direct_counts() -> None:
         assert statistics == common | more
         assert {name: found[name] for name in plain} == pytest.approx(plain, rel=1e-12)
         entropies = [value for name, value in found.items() if name.startswith("router_entropy")]
-        assert all(1.0 < entropy <= 1.3863 for entropy in entropies)  # the entropy is at most log 4
+        assert all(1.0 < entropy <= 1.3863 for entropy in entropies)  # with four experts, the entropy is at most log 4

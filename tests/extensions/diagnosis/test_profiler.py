@@ -40,7 +40,7 @@ def test_profiles_cover_the_requested_steps_and_ranks(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
-    """The trace includes pipeline actions, and the shapes and stacks of torch operations."""
+    """The trace of such a run includes pipeline actions, and the shapes and stacks of torch operations."""
     more = "--profile-step-end 30 --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack"
     run_world(1, profiled, RUN + more, str(tmp_path))
     updates, events = events_of(tmp_path / "profile" / "rank-0.json")

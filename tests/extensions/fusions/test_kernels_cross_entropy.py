@@ -127,7 +127,7 @@ def gradient_of(logits: Tensor, labels: Tensor, weights: Tensor, compiled: bool)
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_forward_pass_computes_the_gradient_with_kernels(dtype: torch.dtype, made: list[Tensor]) -> None:
-    """The token weights include 0, 1 and other values."""
+    """The test multiplies the losses with token weights, which include 0, 1 and other values."""
     logits, labels = example(dtype, 64, 50)
     for weights in (torch.ones(7, 1), torch.tensor([[1.0, 0.0, 0.5, 1.0, 2.0, 0.0, 1.0]]).t()):
         plain = gradient_of(logits[:, None], labels[:, None], weights, False)

@@ -100,7 +100,7 @@ def exact(model: Any) -> Any:
 
 
 def is_state(name: str) -> bool:
-    """Return True if `name` is the name of a buffer, which is saved in files but not trained."""
+    """Return True if `name` is the name of a buffer that is saved in files but not trained."""
     return name.endswith(("e_score_correction_bias", "expert_bias", "tid2eid", "layer_scalar"))
 
 

@@ -80,7 +80,7 @@ def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[st
         try:
             stated = tiny(model_type, changes)
         except Exception:
-            continue  # transformers rejects the drawn values
+            continue  # transformers rejects the drawn values, so they are skipped
         share, open_keys = chance.choice((0.1, 0.3, 0.6)), derived(model_type)
         removable = [key for key in stated if key not in OF_NO_MODEL and key not in changes]
         chosen = [key for key in removable if chance.random() < (max(share, 0.5) if key in open_keys else share)]

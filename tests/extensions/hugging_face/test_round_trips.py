@@ -97,7 +97,7 @@ def test_a_model_that_no_longer_fits_its_family_is_refused() -> None:
 
 
 def test_an_origin_of_wrong_types_is_ignored() -> None:
-    """A metadata.json file may come from an untrusted source."""
+    """Because a metadata.json file may come from an untrusted source, the types of its values are checked."""
     ids = {"bos_token_id": "x", "eos_token_id": [3, 4], "pad_token_id": -1}
     assert Origin.of({"model_type": ["llama"], "token_ids": ids}) == Origin(None, {"eos_token_id": [3, 4]})
     assert Origin.of({"token_ids": 7}) == Origin()
@@ -139,7 +139,7 @@ def test_a_written_config_is_accepted_by_the_strict_classes(families: list[str])
             try:
                 written = config_to_hf(config_from_hf(stated), family)
             except ValueError:
-                continue  # this program's configuration cannot express the value
+                continue  # the value cannot be expressed in this program's configuration
             try:
                 transformers.AutoConfig.for_model(**json.loads(json.dumps(written)))
             except Exception as error:

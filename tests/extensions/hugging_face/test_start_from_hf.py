@@ -138,7 +138,7 @@ FALCON_H1 = """{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads"
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a Llama model with 32 positions."""
+    """Save a Llama model with 32 positions, and return its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("models") / "llama"

@@ -25,7 +25,8 @@ def config_of(flags: str, ranks: int = 1) -> RunConfig:
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "sandwich", "mixtral"])
 def test_two_layers_of_one_sublayer_are_one_layer_of_two(style: str) -> None:
-    """The loss and every gradient of the two models are bit-identical."""
+    """A model whose layers have one sublayer each is compared with a model whose layers have two sublayers. The loss
+    and every gradient of the two models are bit-identical."""
     config = model_of(style)
     letters = "*E" if config.num_experts else "*-"
     hybrid = with_fields(config, {"num_layers": 4, "hybrid_layer_pattern": letters * 2})

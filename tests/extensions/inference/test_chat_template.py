@@ -39,7 +39,7 @@ MESSAGES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Save a tokenizer that prepends <s> to each text."""
+    """Save a tokenizer that prepends <s> to each text, and return its folder."""
     from tokenizers import processors
 
     made = byte_level(special=["<s>", "</s>", "<|im_start|>", "<|im_end|>"])

@@ -53,7 +53,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def soaked_main(run: Run, every: int) -> Callable[[list[str]], int]:
-    """Return a `pretrain_gpt.main` in which the ranks fail in turn."""
+    """Return a variant of `pretrain_gpt.main` in which the ranks fail in turn."""
 
     def main(argv: list[str]) -> int:
         rank, made = int(os.environ["RANK"]), training.train_step

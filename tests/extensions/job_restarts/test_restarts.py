@@ -248,7 +248,7 @@ def test_the_launcher_decides_if_a_parent_is_missing(
     def attempt(rank: int, number: int) -> int:
         if rank == 1:
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(HANG)  # the rank is killed together with its parent
+            time.sleep(HANG)  # the rank is killed together with its parent while it sleeps
         return 1
 
     assert codes_of(2, attempt) == [1, -signal.SIGKILL]

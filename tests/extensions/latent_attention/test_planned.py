@@ -42,7 +42,8 @@ def test_recomputation_of_heads_saves_only_latents() -> None:
         kept.append(kept_in_bf16(model, recompute_granularity="selective", recompute_modules=modules))
     of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
     projected = widths.kv_lora_rank + widths.qk_pos_emb_head_dim
-    assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers, 2 bytes per bf16 value
+    # There are two layers, and a bf16 value has 2 bytes.
+    assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)
 
 
 def test_latents_are_gathered_in_place_of_hidden_states() -> None:

@@ -145,7 +145,7 @@ def settings(combination: Combination) -> Iterator[None]:
 def steps_of(combination: Combination) -> tuple[int, int]:
     """Return the number of steps, and the number of steps whose results are not recorded. The results of a recorded
     step are read before the next step begins."""
-    if combination["update"] == "two versions":  # passes of steps 2 and 3 start in the preceding step
+    if combination["update"] == "two versions":  # some passes of steps 2 and 3 already start in the preceding step
         return 4, 3
     # The first update only prepares the second update, which computes the bases that the third update uses.
     if combination["update"] == "soap":
