@@ -71,8 +71,8 @@ def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbal
 
 @lru_cache(maxsize=64)
 def among_neighbours(shards: Shards, inner: int) -> Shards:
-    """Convert a division of the sequence over groups of `inner` ranks to a division over single ranks. The tokens of
-    each group are divided equally among the ranks of the group."""
+    """Convert a division of the sequence over groups of `inner` adjacent ranks to a division over individual ranks. The
+    tokens of each group are divided equally among the ranks of the group."""
     if inner == 1:
         return shards
     held = tuple(part for spans in shards.held for part in equal_parts(spans, inner))

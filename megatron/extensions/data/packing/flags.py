@@ -26,7 +26,7 @@ WINDOW = 1 << 17
 
 def divides_by_documents(config: RunConfig) -> bool:
     """Return True if attention divides queries over context-parallel ranks and all layers support an arbitrary
-    division. A layer does not support it if its mixer processes whole sequences."""
+    division. A layer does not support an arbitrary division if its mixer processes whole sequences."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
     except ValueError:  # another rule reports invalid layer patterns

@@ -57,7 +57,8 @@ class Rounds:
 
     documents: range
     epochs: int
-    """Number of epochs per round, which is larger than 1 for small data sets. The first round always has one epoch."""
+    """Number of epochs per round. This number is larger than 1 for small data sets. The first round always has one
+    epoch."""
 
     windows: int
     """Number of windows of documents into which each round is divided."""

@@ -9,8 +9,9 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_documents_apart(config: RunConfig) -> RunConfig:
-    """Return a configuration in which attention and positions restart at each document, if documents are packed.
-    Otherwise, return the configuration unchanged."""
+    """If documents are packed, return a configuration in which documents do not attend to each other. Positions also
+    restart at each document if the model has a table of position embeddings. Otherwise, return the configuration
+    unchanged."""
     if not config.options(PackingConfig).packs or config.tokenizer.tokenizer_type is None:
         return config
     table = config.model.position_table

@@ -2,9 +2,9 @@
 iteration. If the sequence length changes, this module also divides the unused rest of each training data source into
 samples of the new length. This module does not import torch.
 
-A step is never divided between two phases, so a phase begins with the first step at or after the position in the file.
-If the sequence length changes, the first sample of the new phase begins with the first token that no earlier sample
-used as input.
+A step is never divided between two phases, so a phase begins with the first step at or after the start position in the
+phase file. If the sequence length changes, the first sample of the new phase begins with the first token that no
+earlier sample used as input.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 def _rest(source: SourceOrder) -> Pieces | None:
     """Return the parts of documents that the current segment of a data source has not used yet. A source's sample order
-    consists of segments. The current segment is the one of which some, but not all samples were consumed. Return None
-    if there is no current segment."""
+    consists of segments. The current segment is the segment of which some, but not all, samples were consumed. Return
+    None if there is no current segment."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -190,7 +190,7 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
     """Return the phase that `entry` describes and that follows the phase `before`. The phase begins with the first step
-    at or after the position in the file."""
+    at or after the start position that `entry` specifies."""
     length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
         iterations = max(start, 0)
@@ -206,7 +206,7 @@ def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FileP
 
 
 def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
-    """Return the run's configuration with all changes that a phase makes, except for its learning rate."""
+    """Return the run's configuration with all changes that a phase makes, except for changes of the learning rate."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")

@@ -74,8 +74,8 @@ class PhaseEntry:
     """Flags that the phase changes, as (field, value) pairs."""
 
     anew: bool | tuple[str, ...] = False
-    """True if all data sources restart from their beginning in this phase. If only some data sources restart, a tuple
-    with their names."""
+    """True if all data sources restart from their beginning in this phase, or a tuple with the names of the data
+    sources that restart. False if no data source restarts."""
 
     def value(self, field: str) -> object:
         return dict(self.values).get(field)

@@ -91,8 +91,8 @@ def document_of(value: object) -> Value:
 
 
 def local_path(path: str) -> str:
-    """Return a local path unchanged. For a URL, return the path of a local copy, which all processes on a host share.
-    Raises OSError."""
+    """Return a local path unchanged. For a URL, return the path of a local copy. All processes on a host share the
+    copy. Raises OSError."""
     place = located(path)
     return str(storage_of(place).local_file(place)) if isinstance(place, UrlPath) else path
 
@@ -114,7 +114,8 @@ def stored_names(folder: UrlPath, pattern: str = "*") -> list[str]:
 
 def text_files(paths: Sequence[str]) -> list[TextFile]:
     """Describe local files, or local copies of URLs, as the `TextFile` objects that `Digests` expects."""
-    places = (os.path.realpath(local_path(path)) for path in paths)  # links such as /proc/self differ between processes
+    # Links are resolved here, because a link such as /proc/self would have a different target in another process.
+    places = (os.path.realpath(local_path(path)) for path in paths)
     states = [(path, os.stat(path)) for path in places]
     return [TextFile(path, None, "", state.st_size, str(state.st_mtime_ns)) for path, state in states]
 

@@ -36,8 +36,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 """Name of a data set on the hub, such as allenai/c4, allenai/c4:en or allenai/c4:en:validation."""
 
 ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
-"""Names of files by which folders written by `save_to_disk` are recognized. The first two are in a folder with a single
-data set, and the last is in a folder with one subfolder per split."""
+"""Names of files by which folders written by `save_to_disk` are recognized. A folder with a single data set contains
+the two files in `ONE_SET`. A folder with one subfolder per split contains the file `SEVERAL_SETS`."""
 
 
 class Rows(Protocol):
@@ -66,8 +66,8 @@ def is_saved(path: str) -> bool:
 
 
 def _copied(path: str) -> str:
-    """Return a local path unchanged. For a URL, copy the files to a local folder, which all processes on a host share,
-    and return this folder or a glob of the copies."""
+    """Return a local path unchanged. For a URL, copy the files to a local folder, and return this folder or a glob of
+    the copies. All processes on a host share the folder."""
     place = located(path)
     if not isinstance(place, UrlPath):
         if "://" in path:

@@ -37,7 +37,8 @@ class Place(NamedTuple):
     """Cursor of the first document of the window, as `Documents.read_from` yields it."""
 
     document: int = 0
-    """Number of documents of the window that have been consumed, in shuffled order."""
+    """Number of documents of the window that have been consumed. The documents of a window are consumed in shuffled
+    order."""
 
     token: int = 0
     """Number of tokens of the current document that have been consumed."""

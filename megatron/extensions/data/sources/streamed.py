@@ -81,7 +81,7 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """Unwrap a data set of the run until its `StreamedDataset` is reached, and return it."""
+    """Return the `StreamedDataset` that is wrapped in a data set of the run."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset

@@ -4,8 +4,8 @@ Flags: --data-path and related flags accept local and remote JSON lines, JSON, p
 Other flags are --text-key, --text-documents, --append-eod, --max-bad-lines, --tokenizer-workers, and --fim-data with
 its related flags.
 
-Read `inputs` first, which lists the files that a path names, and opens them. Then read `formats`, which extracts the
-documents from these files, and `tokenized`, which writes the tokenized dataset. `encoding` tokenizes in several
+Read `inputs` first. It lists the files that a path names, and opens these files. Then read `formats`, which extracts
+the documents from these files, and `tokenized`, which writes the tokenized dataset. `encoding` tokenizes in several
 processes, `fast_tokenizer` replaces slower tokenizers with gigatoken, and `fill_in_middle` rearranges the documents of
 samples.
 """

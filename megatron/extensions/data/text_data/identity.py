@@ -116,7 +116,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # if a text causes an error, the kind of error is hashed instead of ids
+            except Exception as error:  # if a text causes an error, hash the error's class name instead of ids
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]

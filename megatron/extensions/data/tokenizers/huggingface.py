@@ -206,7 +206,7 @@ class GPT2BPETokenizer(_OverTokenizers):
         vocab_file, merge_file = str(config.vocab_file), str(config.merge_file)
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
-        except Exception as error:  # the package raises Exception itself, not a subclass
+        except Exception as error:  # tokenizers raises Exception itself, not a subclass
             raise ValueError(
                 f"--vocab-file {vocab_file}, --merge-file {merge_file}: must be GPT-2's vocab.json and merges.txt "
                 f"({error})"
@@ -230,7 +230,7 @@ def _from_file(file: Path) -> FastTokenizer:
     _check_charsmaps(file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises Exception itself, not a subclass
+    except Exception as error:  # tokenizers raises Exception itself, not a subclass
         raise ValueError(f"--tokenizer-model {file}: {described(file, 'a tokenizer.json', error)}") from None
     for name in ("normalizer", "decoder"):
         part = getattr(tokenizer, name)

@@ -1,5 +1,5 @@
-"""Special and added tokens of a Hugging Face tokenizer folder. The files that are read and their precedence are the
-same as in transformers.
+"""Special and added tokens of a Hugging Face tokenizer folder. As in transformers, the following files are read, with
+the following precedence.
 
 - tokenizer_config.json contains special tokens with a role, such as `eos_token`, and other special tokens. The key
   `added_tokens_decoder` contains all tokens that are added to the vocabulary.

@@ -203,7 +203,7 @@ class Conversion:
         """Return a one-line message about a file that cannot be read or written. Possible causes are a full or faulty
         disk and missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, ValueError):  # the writer failed to read a tensor
+        if isinstance(cause, ValueError):  # the writer could not read an input tensor
             return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)

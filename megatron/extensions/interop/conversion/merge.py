@@ -44,8 +44,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Settings that determine the checkpoint weights of a merge. Either `given` contains the weights, or the weights
-    emulate the learning rate decay `decay`. If neither `given` nor `decay` is set, all weights are equal."""
+    """Settings that determine the weight of each checkpoint in a merge. Either `given` contains the weights, or the
+    weights emulate the learning rate decay `decay`. If neither `given` nor `decay` is set, all weights are equal."""
 
     given: Sequence[float] | None = None
     allow_unnormalized: bool = False
@@ -120,7 +120,7 @@ def _last(selection: Selection, saved: dict[int, PurePath]) -> list[int]:
 
 
 def merged_input(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool) -> Input:
-    """Return an `Input` that provides the weighted mean of the checkpoints. The checkpoints are not opened before the
+    """Return an `Input` that provides the weighted mean of the checkpoints. The checkpoints are opened only when the
     conversion opens the input."""
     paths = tuple(each.path for each in chosen)
     return Input("merge", paths, partial(_open, chosen, weighting, with_state))

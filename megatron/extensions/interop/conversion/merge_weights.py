@@ -1,5 +1,5 @@
-"""Computation of the checkpoint weights for a merge. The weights are equal, set by the user, or emulate a learning rate
-decay. This module does not import torch.
+"""Computation of the coefficients (weights) of the checkpoints in a merge. The coefficients are equal, set by the user,
+or chosen so that the merge emulates a learning rate decay. This module does not import torch.
 
 The emulation follows Warmup-Stable-Merge (arXiv:2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints of a
 run with a constant learning rate, and let g_i be the sum of the run's updates between theta_{i-1} and theta_i. A
@@ -33,7 +33,7 @@ STYLES = tuple(WSD_ANNEAL)
 """Permitted decay shapes, which are the values of --lr-wsd-decay-style."""
 
 TOLERANCE = 1e-6
-"""Maximum permitted deviation of the sum of the checkpoint weights from 1."""
+"""Maximum permitted deviation from 1 of the sum of the weights in --weights."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def equal_weights(count: int) -> list[float]:
 
 
 def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool) -> list[float]:
-    """Validate the checkpoint weights that the user specified with --weights, and return them.
+    """Validate and return the weights of the checkpoints that the user specified with --weights.
 
     Raises ValueError if the number of weights is not `count`, or if a weight is not finite. Also raises ValueError if
     the weights do not sum to 1, unless `allow_unnormalized` is True.
@@ -72,8 +72,8 @@ def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool)
 
 
 def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence[int]) -> list[float]:
-    """Return checkpoint weights that emulate a learning rate decay. The checkpoints are from a run with a constant
-    learning rate. The emulated decay extends from the first to the last checkpoint.
+    """Return one weight per checkpoint, such that the weighted mean emulates a learning rate decay. The checkpoints are
+    from a run with a constant learning rate. The emulated decay extends from the first to the last checkpoint.
 
     The emulated decay is the same as if --lr-wsd-decay-samples were the number of samples between the first and the
     last checkpoint. As in training, the learning rate of an update depends on the number of samples before the update.

@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
     args = parser.parse_args(argv)
     os.nice(10)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit triggers the cleanup of files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit makes `with` blocks delete partial files
     try:
         load_extensions(args.extension)
         add_families(args.hf_family)

@@ -112,8 +112,8 @@ class Family:
     """Maps alternative spellings of config.json keys to the spellings that the family's tables use."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names under which this program's code refers to config.json keys to the names of these keys in this
-    family, for keys whose names differ."""
+    """Maps names of config.json keys in this program's code to the names of the same keys in this family. Only keys
+    whose names differ are listed."""
 
     multi_token: Sequence[Rule] = ()
     """Rules for the weights of multi-token prediction modules. The sequence is empty if the family's files contain no
@@ -242,8 +242,9 @@ def by_precedence(given: Iterable[str], family: Family) -> list[str]:
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
     """Return the default value of each config.json key. Keys have the names that the family's tables use.
 
-    The default of the transformers class takes precedence. The family's default is used for keys whose default in the
-    transformers class is None, because the transformers class derives their values from other keys.
+    The default of the transformers class takes precedence. A default of None in the transformers class means that the
+    class derives the value from other keys. For such a key, the family's default is used, unless the key is in
+    `DERIVED`.
     """
     of_class = {names.get(key, key): value for key, value in family.class_defaults.items()}
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}

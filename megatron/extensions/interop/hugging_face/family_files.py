@@ -59,8 +59,8 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 
 
 def missing_part(kind: str, name: object) -> str | None:
-    """Return the name of the model feature that a family or setting needs and that this program does not support.
-    Return None if no such feature is known.
+    """Return the name of the unsupported model feature that a family or setting needs. Return None if no unsupported
+    feature is known.
 
     `kind` is "families" if `name` is a `model_type`, and "settings" if `name` is a config.json key.
     """
@@ -202,7 +202,7 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
         yield f"{at}: must be {word}, not {json.dumps(value)[:60]}"
     elif inner and value is None and type(None) in inner:
         return
-    elif inner:  # a union of two types
+    elif inner:  # the type of the key is a union of two types
         yield from _wrong(value, inner[isinstance(value, dict)], at)
 
 

@@ -75,8 +75,8 @@ class Pieces(Layout):
     piece. None if all pieces are concatenated in one tensor."""
 
     may_be_thirds: bool = False
-    """True if some files divide the rows of these tensors equally among the tensors, and not according to `counts`.
-    transformers writes such files when it divides a fused tensor into equal parts."""
+    """True if some files divide the rows of these tensors equally among the tensors instead of according to `counts`.
+    When transformers divides a fused tensor into equal parts, it writes files with equal numbers of rows."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)

@@ -35,7 +35,7 @@ TAPS = "(g n) 1 t -> g n t"
 
 
 def option(config: TransformerConfig, name: str) -> int:
-    """Return the value of a flag of any extension."""
+    """Return the value of the flag `name`, which an extension defines."""
     return next(getattr(each, name) for each in config.extension_options if hasattr(each, name))
 
 

@@ -1,8 +1,8 @@
 """Reader of the gradients that Megatron-LM writes with --save-wgrads-interval. The reader assembles the shards into
 complete gradients.
 
-The first rank of each expert-data-parallel group saves the `main_grad` of its parameters as {`model_chunk0`: {name:
-tensor}}. The file has the same name as the rank's folder in a checkpoint:
+The first rank of each expert-data-parallel group saves one file with the `main_grad` of its parameters, in the form
+{`model_chunk0`: {name: tensor}}. The file has the same name as the rank's folder in a checkpoint:
 
     SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
 

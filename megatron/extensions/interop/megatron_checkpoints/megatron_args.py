@@ -2,9 +2,9 @@
 
 Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
 lists the arguments that need a conversion. Its table `also` maps arguments to fields with a different name. `refused`
-lists arguments that request model features which this program does not support. `lacking` lists model fields that
-Megatron-LM lacks, so that only their defaults can be expressed. `written` lists argument values that every written
-checkpoint contains, regardless of the configuration.
+lists arguments that request unsupported model features. `lacking` lists model fields that Megatron-LM lacks, so that
+only their defaults can be expressed. `written` lists argument values that every written checkpoint contains, regardless
+of the configuration.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _check(args: Mapping[str, object]) -> None:
 
 
 def _translated(args: Mapping[str, object]) -> dict[str, object]:
-    """Convert the names and values of Megatron-LM's arguments to those of this program."""
+    """Convert the names and values of Megatron-LM's arguments to this program's names and values."""
     found = dict(args)
     for name, ours in DATA["also"].items():
         if args.get(name) is not None and not found.get(ours):
@@ -114,7 +114,7 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
         if modules and isinstance(depths, int) and "/" not in pattern:
             pattern += f"/{modules}" * depths
         found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
-        if hashed := found.get(HASHED):  # this program counts all layers, and Megatron-LM only MoE layers
+        if hashed := found.get(HASHED):  # Megatron-LM counts only MoE layers, but this program counts all layers
             experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
             found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
     return found | _widths(args)

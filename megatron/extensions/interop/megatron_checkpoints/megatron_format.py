@@ -40,7 +40,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     with_rows,
 )
 
-for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # index files contain these classes
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # classes of pickled objects in index files
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
     RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
 
@@ -51,7 +51,7 @@ KINDS = {
     "exp_avg_sq": ("exp_avg_sq",),
     "momentum_buffer": ("momentum_buffer",),
 }
-"""Maps this program's kinds of optimizer state to Megatron-LM's names for them."""
+"""Maps this program's names of optimizer states to Megatron-LM's names of the same states."""
 
 
 def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:

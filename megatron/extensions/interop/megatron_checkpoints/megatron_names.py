@@ -2,17 +2,18 @@
 
 Identical layers may be stacked along a new first dim under one name. If layers are not stacked, each layer's tensors
 have their own names. Megatron-LM tensors have the same elements as this program's parameters, but different shapes.
-Megatron-LM merges query groups, heads and channels into one dim. Megatron-LM also merges gate and up into one dim. In a
-HybridModel, attention and MLP are two separate layers, also in multi-token prediction modules, and hyper-connections
-wrap each of these layers. Parameters whose names differ between Megatron-LM and this program are listed in three tables
-of `names.json`. A row of `renamed` replaces the beginning of a parameter's name within its layer. A row with the key
-`beside` applies only to layers that also have a parameter whose name begins with the value of `beside`. A tensor is
-written under all names in `theirs` and can be read from any of these names. Rows of `kinds` describe parameters that
-Megatron-LM splits into several tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a
-tensor with one kind of channel contains all groups; in this program's parameter, all channels of a group are adjacent.
-For some kinds, the number of channels per group is the size of the last dim of another parameter of the module, divided
-by the number of groups. The channels that remain are divided equally among the other kinds. Rows of `older` rename
-tensors of checkpoints that predate Megatron Core.
+Megatron-LM merges query groups, heads and channels into one dim. Megatron-LM also merges the gate rows and the up rows
+of a gated MLP into one dim. In a HybridModel, attention and MLP are two separate layers, also in multi-token prediction
+modules, and hyper-connections wrap each of these layers. Parameters whose names differ between Megatron-LM and this
+program are listed in three tables of `names.json`. A row of the table `renamed` replaces the beginning of a parameter's
+name within its layer. A row with the key `beside` applies only to layers that also have a parameter whose name begins
+with the value of `beside`. A tensor is written under all names in `theirs` and can be read from any of these names.
+Rows of the table `kinds` describe parameters that Megatron-LM splits into several tensors, one for each kind of
+channel, such as queries and keys. In Megatron-LM, a tensor with one kind of channel contains all groups; in this
+program's parameter, all channels of a group are adjacent. For some kinds, the number of channels per group is the size
+of the last dim of another parameter of the module, divided by the number of groups. The channels that remain are
+divided equally among the other kinds. Rows of the table `older` rename tensors of checkpoints that predate Megatron
+Core.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ RENAMED, KINDS = (tuple(Rule(**row) for row in TABLES[name]) for name in ("renam
 
 @dataclass(frozen=True)
 class Way:
-    """One of several ways in which files may store a parameter, or one rank's shard of the parameter."""
+    """Description of one way in which files may store a parameter, or one rank's shard of the parameter."""
 
     names: tuple[str, ...]
     """Names of the tensors that form the parameter, in order."""

@@ -65,7 +65,8 @@ class Run:
         self.parallel = config.parallel
 
     def value(self, field: str) -> Any:
-        """Return the value of an extension's flag, or None if the extension is not installed."""
+        """Return the value of the flag with the name `field`, which an extension defines. Return None if the extension
+        is not installed."""
         return named_value(self.config, field)
 
     def uses(self, optimizer: str) -> bool:
@@ -94,7 +95,7 @@ class Run:
 
     @property
     def several_samples_at_once(self) -> bool:
-        """True if all data-parallel ranks together process more than one sample at the same time."""
+        """True if the data-parallel ranks, taken together, process more than one sample at the same time."""
         return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
 
     @property
@@ -150,8 +151,8 @@ class Run:
 
     @property
     def selects_keys(self) -> bool:
-        """True if an indexer selects the keys that a query attends to. Sparse attention has an indexer, and so does
-        compressed attention with a compression ratio of 4."""
+        """True if an indexer selects the keys that a query attends to. Sparse attention has an indexer, and compressed
+        attention with a compression ratio of 4 has an indexer too."""
         ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
         return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
 

@@ -102,8 +102,8 @@ class ForeignFlags:
     value requests."""
 
     several_not_built: dict[str, str]
-    """Maps flags that accept only a single value in this program to the unsupported feature that several values would
-    request."""
+    """Maps each flag that accepts only one value in this program to a feature. Passing several values would request
+    this unsupported feature."""
 
     registered_by: dict[str, str]
     """Maps text of the form "FLAG VALUE" to the file in examples/ that adds support for the value."""
@@ -187,7 +187,7 @@ class ForeignFlags:
         """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` accepts
         no value."""
         words = entry.flags.split()
-        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # True if the entry's key is "FLAG VALUE"
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the key is "FLAG VALUE"
         fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"

@@ -122,8 +122,8 @@ class HostUpdate:
         options = config.options(HostStateFlags)
         copied = [pair for pair in zip(shards, chains, strict=True) if not pair[0].bucket.on_host]
         self.shards, self.chains = [shard for shard, _ in copied], [chain for _, chain in copied]
-        """Shards whose gradients and parameters are on the device and therefore must be copied, and the updates of
-        these shards."""
+        """Shards whose gradients and parameters are on the device and therefore must be copied, and the optimizer
+        update of each of these shards."""
         self._here = [pair for pair in zip(shards, chains, strict=True) if pair[0].bucket.on_host]
         number, elements = host_slots([shard.numel for shard in self.shards])
         params, grads = shards[0].device_params, shards[0].device_grads

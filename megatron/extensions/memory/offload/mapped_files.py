@@ -1,4 +1,4 @@
-"""Keep weights, gradients and optimizer states in memory-mapped files (--offload-weights-folder).
+"""Storage of weights, gradients and optimizer states in memory-mapped files (--offload-weights-folder).
 
 Host memory then acts as a cache for the disk: the operating system reads and writes pages as they are used. A file is
 unlinked as soon as it is mapped. The disk space is therefore freed even if the run crashes. Space is reserved when a

@@ -108,16 +108,16 @@ class ActivationOffload:
         return self.pool
 
     def begin(self, x: Tensor, shared: object) -> OffloadedPass:
-        """Begin the forward pass of one micro-batch through a stage, whose input is x. All tensors that the object or
-        mapping `shared` contains stay on the device."""
+        """Begin the forward pass of one micro-batch through a stage. `x` is the input of the stage. All tensors that
+        the object or mapping `shared` contains stay on the device."""
         stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
             stays.add(storage_id(x))
         return OffloadedPass(self, stays)
 
     def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
-        """Start copying x, uint8 [bytes], to the host. The copy waits for all kernels launched so far. Return the host
-        buffer, and an event that marks the end of the copy."""
+        """Start copying the uint8 tensor `x` [bytes] to the host. The copy waits for all kernels launched so far.
+        Return the host buffer, and an event that marks the end of the copy."""
         buffer = self.pool.take(len(x))
         self.to_host.start_after()
         if buffer.read is not None:
@@ -218,7 +218,7 @@ class Part:
         self._held.clear()
 
     def fetch(self) -> None:
-        """Start copying the offloaded tensors that the backward pass of this part needs back to the device."""
+        """Start the copies to the device of all offloaded tensors that the backward pass of this part needs."""
         for found in self._moved:
             if (moved := found()) is not None:
                 moved.fetch()
@@ -276,7 +276,7 @@ class _Moved:
         self._arrived = None
 
     def __del__(self) -> None:
-        self._wait()  # memory must not be reused while a copy to it is in flight
+        self._wait()  # the memory must not be reused while a copy to this memory is in progress
         if self.host is not None:
             self.offload.pool.give_back(self.host)
 

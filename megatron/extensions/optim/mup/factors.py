@@ -2,9 +2,9 @@
 module does not import torch.
 
 The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied embeddings, and table 1 of CompleteP
-(arXiv 2505.01618). The logits are multiplied by 1 / width. The outputs of routers and gates are not multiplied by a
-factor. The weights of routers and gates therefore follow table 3 of muP, an equivalent parametrization without output
-factors.
+(arXiv 2505.01618). The logits are multiplied by 1 / `width`, where `width` is the model's width divided by the base
+model's width. The outputs of routers and gates are not multiplied by a factor. The weights of routers and gates
+therefore follow table 3 of muP, an equivalent parametrization without output factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
 `change` is the size that the elements of a weight update must have to change the layer's output as much as in the base
@@ -84,8 +84,8 @@ def usual_widths(meta: ParamMeta, width: float) -> Widths:
 
 
 def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
-    """Return `std`, `change` and `gradient` as they follow from the model's width. The caller then applies the factors
-    for depth."""
+    """Return the factors `std`, `change` and `gradient` that result from the model's width alone. The caller then
+    applies the factors for depth."""
     inputs, outputs = widths.inputs, widths.outputs
     if meta.width_kind == "hidden":
         return inputs**-0.5, 1 / inputs, 1 / outputs

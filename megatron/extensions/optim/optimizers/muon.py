@@ -73,8 +73,8 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of the Newton-Schulz iterations for a parameter. Each matrix is counted once, whatever the
-        parallel layout and the batch size are."""
+        """Return the FLOPs of the Newton-Schulz iterations for a parameter. Each matrix is counted once, regardless of
+        the parallel layout and the batch size."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 

@@ -1,7 +1,7 @@
 """Coefficients of the Newton-Schulz iteration that orthogonalizes a matrix. This module does not import torch.
 
-One step maps each singular value s to a*s + b*s**3 + c*s**5. The iteration need not converge: for a matrix of norm 1, a
-few steps bring all singular values close enough to 1.
+A step with the coefficients (a, b, c) maps each singular value s to a*s + b*s**3 + c*s**5. The iteration need not
+converge: for a matrix of norm 1, a few steps bring all singular values close enough to 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adam with moments and main parameters stored in fewer bits than fp32 (--use-precision-aware-optimizer).
 
-Each update converts the states to fp32, applies Adam in fp32, and rounds the results. If the update is compiled, it
-consists of a few kernels that read and write only the stored bytes.
+Each update converts the states to fp32, applies Adam in fp32, and rounds the results. If compiled, an update is fused
+into a few kernels, which read and write only the stored formats.
 
 If parameters are bf16, the optimizer stores only the lower 16 bits of each fp32 main parameter. The bf16 parameter
 holds the upper 16 bits, so no bit is lost (Megatron-LM's --store-param-remainders).
@@ -110,7 +110,7 @@ class StoredState:
         return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
 
     def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Decode codes and scale exponents to fp32. The format "fp32" returns the codes, which have the main dtype."""
+        """Decode codes and scale exponents to fp32. For the format "fp32", return the codes, in the main dtype."""
         if not self.rounds:
             return codes
         if not self.format.scaled:
@@ -260,7 +260,7 @@ class PackedShard(Shard):
 
     def part(self, start: int, stop: int) -> Part:
         """Return the views that an update of elements [start, stop) reads and writes. The range must consist of whole
-        blocks."""
+        scale blocks."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
         moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)

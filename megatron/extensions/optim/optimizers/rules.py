@@ -82,7 +82,7 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Report a problem if tensor parallelism splits a scale block of fp8 states. Results are the same under all
-    parallel layouts only if each shard consists of whole blocks.
+    parallel layouts only if each shard consists of whole scale blocks.
     """
     o = c.options(PrecisionAwareFlags)
     m = c.model

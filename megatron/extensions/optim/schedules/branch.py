@@ -32,7 +32,7 @@ def with_branch(config: RunConfig) -> RunConfig:
     if options.branch_from is None:
         return config
     if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
-        return _with_any_length(config, options)  # the flag rules of branches report the error
+        return _with_any_length(config, options)  # the flag rules report why the branch cannot start
     try:
         own = _saved(save)
         load = options.branch_from if own is None else save
@@ -44,8 +44,8 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set an arbitrary schedule length for a branch that cannot start. Without a length, other rules would report a
-    second error with the same cause."""
+    """Set an arbitrary schedule length for a branch that cannot start. Without a schedule length, other flag rules
+    would report a second error with the same cause."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 
@@ -134,7 +134,8 @@ def _rate(metadata: dict[str, Any]) -> float:
 
 
 class BranchOrigin(Callback):
-    """Callback that records in each checkpoint of a branch from which checkpoint the branch started."""
+    """Callback that records the origin of a branch in each checkpoint of the branch. The origin is the checkpoint from
+    which the branch started."""
 
     to_continue = "start another branch with a larger --decay-tokens and a different --save"
 

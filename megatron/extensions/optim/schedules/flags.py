@@ -61,7 +61,7 @@ def resolve(config: RunConfig) -> RunConfig:
     try:
         text = without_tokens(options.lr_schedule, max(1, config.model.seq_length))
     except ValueError:
-        return config  # the flag rules report the error
+        return config  # `rules` reports that the schedule is invalid
     config = replace(config, optimizer=replace(optimizer, lr_decay_style=STYLE))
     return config.with_options(ScheduleFlags(lr_schedule=text))
 

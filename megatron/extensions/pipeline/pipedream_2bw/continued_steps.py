@@ -137,8 +137,9 @@ class ContinuedStep(TrainStep):
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
 
     def _following(self, step: Step) -> StepInput | None:
-        """Read the inputs of the next step; return None if the next step cannot begin early. A step cannot begin early
-        if it belongs to a different training phase, if it is passed over, or if a meter reads its result."""
+        """Read the inputs of the next step; return None if the next step cannot begin early. The next step cannot begin
+        early if it belongs to a different training phase, if the run skips its samples, or if one of `run.meters` reads
+        the parameters or the step's result before the following step begins."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

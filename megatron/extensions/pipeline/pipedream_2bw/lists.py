@@ -23,8 +23,8 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
     the rank's last backward pass of the previous step, and ends with the rank's last backward pass of this step. The
     first micro-batch of this step has number 0, and the first micro-batch of the next step has number `microbatches`.
     The action VALIDATE precedes the first pass of the next step. VALIDATE performs the update of the previous step,
-    because the next step uses the updated weights. Only as many micro-batches of the previous and the next step are
-    scheduled as may overlap with this step.
+    because the next step uses the updated weights. At most 2 * `p` micro-batches of the previous step and of the next
+    step are scheduled, because no other micro-batches of these steps overlap with this step.
 
     Args:
         schedule: Name of the schedule.

@@ -78,7 +78,7 @@ class LateOptimizer(DistributedOptimizer):
         super().__init__(config, ddp, state, host_threads)
         self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
         self.is_read = True
-        """Whether the result of the next call of `step` is read before the following call, for example to log the
+        """True if the result of the next call of `step` is read before the call after it, for example to log the
         loss."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
         """Second memory location of each parameter buffer. Initially, it is used for the parameters before the last

@@ -104,7 +104,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
         of_chain = [tensor for chain in self.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
         self.is_read = True
-        """Whether the result of the next call of `step` is read before the following call, for example to log the
+        """True if the result of the next call of `step` is read before the call after it, for example to log the
         loss."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
         """Function that returns all tensors that `Update.on_update` changes."""

@@ -29,7 +29,8 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
     """Return the schedule ZB-H2 (arXiv 2401.10241, section 2.2). ZB-H2 has twice as many initial forward passes as
-    ZB-H1, which reduces the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
+    ZB-H1, which reduces the bubble to (p - 1)(F + I - 2W), where F, I and W are the durations of a forward pass, of an
+    input gradient pass and of a weight gradient pass. A rank keeps activations of up to 2p - 1 microbatches.
 
     If `in_turns` is True, each forward pass in the steady state is interleaved with an input gradient pass, and each
     rank runs one more initial forward pass. The results of both passes are then available only at the end of the
@@ -61,9 +62,9 @@ def zb_v(p: int, m: int) -> Schedule:
     """Return the schedule ZB-V (arXiv 2401.10241, section 6). Rank r has the stages r and 2p - 1 - r, so rank 0
     computes the loss.
 
-    There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals the peak memory of 1F1B.
-    If m is less than 2p - 1, the schedule is first generated for 2p - 1 micro-batches, and the passes of micro-batches
-    that do not exist are then removed.
+    There is no bubble if forward, input gradient and weight gradient passes take the same time and m >= 2p - 1. The
+    peak memory equals the peak memory of 1F1B. If m is less than 2p - 1, the schedule is first generated for 2p - 1
+    micro-batches, and the passes of micro-batches that do not exist are then removed.
     """
     n = max(m, 2 * p - 1)
     lists = []
@@ -75,7 +76,8 @@ def zb_v(p: int, m: int) -> Schedule:
         f1 = (Kind.F, up)
         i1 = (Kind.I, up)
         w1 = (Kind.W, up)
-        # Number of steady-state rounds in which the first stage of this rank still runs a forward pass.
+        # Number of repetitions of the steady-state pattern in which the first stage of this rank still runs a forward
+        # pass.
         fed = n - (2 * p - 1 - rank)
         order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)

@@ -49,7 +49,7 @@ class Connection(H11Protocol):
 
     _late: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:  # asyncio and uvicorn declare different types
+    def connection_made(self, transport: Any) -> None:  # `Any`, because asyncio and uvicorn declare different types
         super().connection_made(transport)
         self._await_head()
 
@@ -109,8 +109,8 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down the server. Clients whose requests are still waiting have one second to receive an answer with the
-        reason."""
+        """Shut down the server. Clients whose requests are still waiting have one second to receive a response. The
+        response says whether the server was stopped or has failed."""
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()
@@ -171,7 +171,7 @@ class ApiServer:
         events, here = asyncio.Queue[Progress](), asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
-            with suppress(RuntimeError):  # the event loop has ended
+            with suppress(RuntimeError):  # the server's event loop may have ended
                 here.call_soon_threadsafe(events.put_nowait, progress)
 
         try:

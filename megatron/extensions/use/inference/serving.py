@@ -79,7 +79,7 @@ class EngineLoop:
         self._inbox.put(("cancel", job))
 
     def stop(self) -> None:
-        """Stop the loop. This method may be called from any thread or from a signal handler."""
+        """Make `run` return. This method may be called from any thread or from a signal handler."""
         self.stopping.set()
         self._inbox.put(None)
 
@@ -89,7 +89,8 @@ class EngineLoop:
         return self._pending
 
     def run(self) -> None:
-        """Run the loop until `stop` is called. If the engine fails, report the error to all jobs, and raise it."""
+        """Run the loop until `stop` is called. If the engine raises an exception, report the failure to all jobs, and
+        re-raise the exception."""
         try:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)
@@ -150,7 +151,7 @@ class EngineLoop:
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason
-        if reason is not None:  # update before `tell`, whose receiver may read `_pending`
+        if reason is not None:  # update `_pending` before calling `tell`, because the receiver may read it
             del self._owner[found]
             with self._lock:
                 self._pending -= 1

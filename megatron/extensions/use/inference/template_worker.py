@@ -122,7 +122,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles SIGINT and then ends this process
     template: Template | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # the signal ends this process if the main program does not
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # SIGPROF ends this process if the main program does not
         try:
             question, answer = json.loads(line), dict[str, object]()
             if template is None:

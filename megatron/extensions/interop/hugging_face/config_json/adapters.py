@@ -178,8 +178,8 @@ def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
 
 
 class RecurrentBlocks(Adapter):
-    """Adapter for RecurrentGemma. It converts a repeating sequence of layer kinds, an embedding scale, and an MLP width
-    that is the sum of the gate and up widths."""
+    """Adapter for RecurrentGemma. Its config.json contains a repeating sequence of layer kinds, and an MLP width that
+    is the sum of the gate and up widths. The model multiplies embeddings by the square root of the hidden size."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
@@ -203,8 +203,8 @@ def _in_bf16(value: float) -> float:
 
 
 class LettersOfLayers(Adapter):
-    """Adapter for the layer pattern of Nemotron-H. It removes fields that belong to layer kinds which do not occur in
-    the pattern, and config.json keys whose value is None."""
+    """Adapter for the layer pattern of Nemotron-H. When config.json is read, fields of layer kinds that do not occur in
+    the pattern are removed. When config.json is written, keys whose value is None are removed."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         letters = text(fields, "hybrid_layer_pattern")

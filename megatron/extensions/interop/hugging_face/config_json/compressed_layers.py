@@ -75,9 +75,9 @@ def _hashed_layers(hf: Values) -> int:
 
 
 def _rotated_channels(hf: Values) -> Fields:
-    """Return the fields for the number of unrotated channels and the number of rotated channels per head. In this
-    program's model, the query and key of a head are the concatenation of a vector without rotary embedding and a vector
-    to which the rotary embedding is fully applied."""
+    """Return the TransformerConfig fields for the numbers of unrotated and rotated channels per head. In this program's
+    model, the query and key of a head are the concatenation of a vector without rotary embedding and a vector to which
+    the rotary embedding is fully applied."""
     width = whole(hf, "head_dim")
     percent = 0.125 if hf.get("qk_rope_head_dim") is None else number(hf, "qk_rope_head_dim") / width
     if hf.get("partial_rotary_factor"):
@@ -92,8 +92,8 @@ def _rotated_channels(hf: Values) -> Fields:
 
 
 def _both_rotary(hf: Values) -> Fields:
-    """Return the fields for the rotary embeddings of ordinary keys and of compressed keys. Context scaling is supported
-    only for the rotary embedding of compressed keys."""
+    """Return the TransformerConfig fields for the rotary embeddings of ordinary keys and of compressed keys. Context
+    scaling is supported only for the rotary embedding of compressed keys."""
     both = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     main, scaled = table(both, "main"), table(both, "compress")
     if not (main and scaled):

@@ -87,8 +87,9 @@ def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
     """Yield one bool per layer, which is True if the layer has a sliding window. This function is used if config.json
     does not list the layer kinds.
 
-    The layers with full attention are every N-th layer among the dense layers at the beginning, and every M-th layer
-    among the remaining layers. All other layers have a sliding window.
+    The dense layers at the beginning and the remaining layers have separate patterns. In each pattern, every N-th layer
+    has full attention, and all other layers have a sliding window. N is the value of
+    prefix_dense_sliding_window_pattern or sliding_window_pattern, respectively.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

@@ -55,8 +55,8 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Return the fields for the number of layers and for the layer pattern. The pattern uses Megatron-LM's letters.
-    Older config.json files contain the letters, and newer files list the layer kinds."""
+    """Return the TransformerConfig fields for the number of layers and for the layer pattern. The pattern uses
+    Megatron-LM's letters. Older config.json files contain the letters, and newer files list the layer kinds."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
     else:
@@ -98,14 +98,14 @@ def linear_layers(hf: Values, family: Family) -> list[bool]:
 
 
 def periodic(hf: Values, of: str) -> list[bool]:
-    """Return one bool per layer. It is True for the layers `offset`, `offset` + `period`, `offset` + 2 * `period` and
-    so on. This rule is used by Jamba."""
+    """Return a list of one bool per layer. The entries `offset`, `offset` + `period`, `offset` + 2 * `period` and so on
+    are True. This rule is used by Jamba."""
     period, offset = count(hf, f"{of}_layer_period"), hf[f"{of}_layer_offset"]
     return [layer % period == offset for layer in range(whole(hf, "num_hidden_layers"))]
 
 
 def window_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the fields for the size of the sliding window and for the layers that use the window."""
+    """Return the TransformerConfig fields for the size of the sliding window and for the layers that use the window."""
     window = hf.get("sliding_window")
     if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
         window = whole(hf, family.earlier_tokens) + 1
@@ -195,8 +195,8 @@ def selecting(period: int, offset: int, layers: int) -> list[bool]:
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Return the fields that specify the layers with an indexer. An indexer selects the keys that a query attends to.
-    Layers with an indexer must be the first layers of the model and every N-th layer after them."""
+    """Return the TransformerConfig fields that specify the layers with an indexer. An indexer selects the keys that a
+    query attends to. Layers with an indexer must be the first layers of the model and every N-th layer after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")

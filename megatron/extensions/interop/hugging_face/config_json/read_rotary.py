@@ -40,8 +40,8 @@ LLAMA3_SCALING = {
 
 
 def rotary_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the fields for the rotary embedding. Newer config.json files store the rotary settings under the key
-    `rope_parameters`, and older files under the keys `rope_theta` and `rope_scaling`.
+    """Return the TransformerConfig fields for the rotary embedding. Newer config.json files store the rotary settings
+    under the key `rope_parameters`, and older files under the keys `rope_theta` and `rope_scaling`.
 
     In newer files, `rope_parameters` may contain separate rotary settings for each kind of layer.
     """
@@ -62,8 +62,8 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """Return the fields for the rotary base and the fraction of rotated channels in layers with a sliding window. A
-    field is None if layers with a sliding window use the same value as the other layers.
+    """Return the TransformerConfig fields for the rotary base and the fraction of rotated channels in layers with a
+    sliding window. A field is None if layers with a sliding window use the same value as the other layers.
     """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
@@ -86,9 +86,9 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 
 
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
-    """Return the fields for rotary scaling, which extends a model to longer contexts."""
+    """Return the TransformerConfig fields for rotary scaling, which extends a model to longer contexts."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind in ("llama3", "yarn"):  # a value outside rope_scaling takes precedence
+    if kind in ("llama3", "yarn"):  # original_max_position_embeddings outside rope_scaling takes precedence
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
         rotary["original_max_position_embeddings"] = (
             (beside and hf["original_max_position_embeddings"])
@@ -135,8 +135,8 @@ def rotated_fraction(hf: Values, family: Family) -> float:
 
 
 def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
-    """Return the fields for YaRN scaling. Raises ValueError if `scaling` contains an attention_factor that differs from
-    the factor which the other settings imply."""
+    """Return the TransformerConfig fields for YaRN scaling. Raises ValueError if `scaling` contains an attention_factor
+    that differs from the factor implied by the other settings."""
     longest = number(hf, "max_position_embeddings")
     given: Fields = {"original_max_position_embeddings": longest}
     given |= {key: value for key, value in scaling.items() if value is not None}
@@ -157,8 +157,9 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the fields for the rotary bases and for the layers without rotary embedding. The key `layer_rope_theta` of
-    config.json lists one rotary base per layer. A base of 0 means that the layer has no rotary embedding."""
+    """Return the TransformerConfig fields for the rotary bases and for the layers without rotary embedding. The key
+    `layer_rope_theta` of config.json lists one rotary base per layer. A base of 0 means that the layer has no rotary
+    embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:

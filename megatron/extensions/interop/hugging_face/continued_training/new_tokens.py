@@ -33,8 +33,8 @@ class NewTokens:
     `averaged` rows."""
 
     drawn: bool
-    """True if new rows are initialized randomly, as in a new model. False if they are set to the mean of the folder's
-    rows."""
+    """True if new rows are initialized randomly, as in a new model. False if new rows are set to the mean of the
+    folder's rows."""
 
     _means: dict[str, Tensor] = field(default_factory=dict)
 

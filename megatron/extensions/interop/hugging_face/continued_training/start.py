@@ -68,7 +68,7 @@ def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], 
     If the run's vocabulary has tokens that the folder lacks, the embedding and output rows of these tokens are
     initialized, and a line is logged. Return the number of multi-token prediction depths in the folder, and the
     `Origin` that the run's checkpoints will record. Raises ValueError if the run's vocabulary is smaller than the
-    folder's, or if the weights do not match the run's model.
+    folder's vocabulary, or if the weights do not match the run's model.
     """
     config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)

@@ -286,7 +286,7 @@ class Engine:
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # the state of the decoder may be invalid
+                generation.stream = None  # the text decoder may be in an invalid state after the exception
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:
@@ -344,5 +344,6 @@ def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Derive the seed for prompt number `number` in a list of prompts from `seed`, the seed of the list."""
+    """Return the random seed for the prompt at position `number` in a list of prompts. `seed` is the seed of the whole
+    list."""
     return site_key(seed, f"prompt {number}")

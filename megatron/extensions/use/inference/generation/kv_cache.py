@@ -112,7 +112,7 @@ class Cached:
         self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
-        """True if no row has earlier tokens. If no row has earlier tokens, attention is the same as without a cache."""
+        """True if no row has earlier tokens. Attention is then the same as without a cache."""
         self._past = torch.tensor(past, device=device)
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """Positions of the new tokens, [b, s]."""
@@ -135,12 +135,13 @@ class Cached:
         return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return the recurrent states of a layer after the earlier tokens, as tensors [b, ...]. Return None if there
-        are no earlier tokens."""
+        """Return the recurrent states that a layer has after processing the earlier tokens, as tensors [b, ...]. Return
+        None if there are no earlier tokens."""
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Store the recurrent states of a layer after the new tokens. The layer's previous states are overwritten."""
+        """Store the recurrent states that a layer has after processing the new tokens. The layer's previous states are
+        overwritten."""
         self.cache.set_states(layer, self.first, new)
 
     def distances(self) -> Tensor:

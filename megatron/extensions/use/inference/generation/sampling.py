@@ -92,7 +92,7 @@ class Sampling:
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.to(torch.float64, copy=True)  # in other dtypes, logit * penalty could overflow
+        logits = logits.to(torch.float64, copy=True)  # in a smaller dtype, logit * penalty could overflow
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]

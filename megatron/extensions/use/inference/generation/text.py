@@ -32,7 +32,7 @@ class TextStream:
         """True if the text contains a stop string."""
 
     def add(self, token: int) -> str:
-        """Add a token. Return the new part of the text that later tokens can no longer change."""
+        """Add a token. Return the text that was added and that later tokens can no longer change."""
         self._tokens.append(token)
         return self._released(self._taken(final=False), final=False)
 
