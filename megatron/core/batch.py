@@ -21,8 +21,8 @@ from megatron.core.parallel_state import Axis
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of b samples. It contains the s tokens of each sample or, on a context-parallel rank, the rank's
-    s/cp tokens."""
+    """One micro-batch of b samples. The batch contains the s tokens of each sample or, on a context-parallel rank, the
+    rank's s/cp tokens."""
 
     tokens: Tensor
     """Token ids [b, s] int64."""

@@ -21,8 +21,8 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Ranges of token positions in the whole sequence. They list the tokens that a rank holds, in the order of the rank's
-rows."""
+"""Ranges of token positions in the whole sequence. The ranges list the tokens that a rank holds, in the order of the
+rank's rows."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:

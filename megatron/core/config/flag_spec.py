@@ -58,8 +58,8 @@ class FlagSpec:
     also permits a path in a storage that an extension has registered, and "url" also permits any URL."""
 
     empty_is_none: bool = False
-    """True if an empty value means that the flag is not given, as in Megatron-LM. If False, the flag refuses an empty
-    value."""
+    """True if an empty value means that the flag is not given, as in Megatron-LM. If False, an empty value is an
+    error."""
 
     writes: str | None = None
     """Kind of output to which the flag's path refers, "folder" or "file". At its start, the run checks that this path
@@ -111,12 +111,12 @@ class FlagSpec:
     """Reason for the bounds, quoted in messages."""
 
     no_effect_without: Conditions = ()
-    """Conditions under which the flag has an effect. If none of them is met, the run reports that the flag has no
-    effect, and continues."""
+    """Conditions under which the flag has an effect. If none of these conditions is met, the run reports that the flag
+    has no effect, and continues."""
 
     off_without: Conditions = ()
-    """Conditions under which the flag has an effect. If none of them is met, the run reports that the flag has no
-    effect, and turns the flag off before other rules check it."""
+    """Conditions under which the flag has an effect. If none of these conditions is met, the run reports that the flag
+    has no effect, and turns the flag off before other rules check it."""
 
     needs: Conditions = ()
     """Conditions that permit the flag. The flag is refused if none of these conditions is met."""

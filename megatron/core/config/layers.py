@@ -55,7 +55,7 @@ class ResidualFacts:
 
     switch: str
     """Flag that selects this residual stream. A model can have only one residual stream: the rule `residual_streams` in
-    `megatron/training/config/rules/model.py` refuses a second one."""
+    `megatron/training/config/rules/model.py` rejects a second one."""
 
     when: Callable[..., bool]
     """Predicate that decides whether the model has this residual stream."""

@@ -29,8 +29,8 @@ class LossFacts:
     depend only on the logits and the label of that token."""
 
     log_likelihood: bool = False
-    """True if the loss of a token is -log of the probability of its label, so that evaluations report the perplexity
-    exp(mean loss)."""
+    """True if the loss of a token is the negative log-likelihood of the label, so that evaluations report the
+    perplexity exp(mean loss)."""
 
 
 class Loss(Protocol):
@@ -85,9 +85,9 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
     """Return the number of tokens in a chunk, or 0 for all tokens at once.
 
     Every additional chunk reads and writes the output layer's weight gradient once more. For `AUTO`, the function
-    chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time,
-    or all tokens at once if there is no such size. The output layer's share of the step time is estimated from numbers
-    of parameters, assuming 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the model,
+    chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time.
+    If there is no such size, it returns 0. The output layer's share of the step time is estimated from numbers of
+    parameters, assuming 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the model,
     not on the device or the layout."""
     if asked != AUTO:
         return asked or 0

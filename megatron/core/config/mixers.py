@@ -90,8 +90,8 @@ class MixerFacts:
     """True if the mixer extends the model's attention, and therefore uses the flags and positions of attention."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
-    """Function that returns the `LayerKind` of a layer with this mixer. Its arguments are the configuration, the layer
-    number, and the `LayerKind` that follows from the model's flags."""
+    """Function that returns the `LayerKind` of a layer with this mixer. The function receives the configuration, the
+    layer number, and the `LayerKind` that follows from the model's flags."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part of the

@@ -44,8 +44,8 @@ class RouterFacts:
     --moe-router-score-function determines the kind."""
 
     training_only: bool = False
-    """True if the router differs from the router that was registered before it only in training, so that the outputs of
-    a trained model do not depend on this router."""
+    """True if the router is used only in training. In evaluation and generation, the layer uses the router that was
+    registered before this one, so that the outputs of a trained model do not depend on this router."""
 
 
 class Scores(Protocol):

@@ -201,8 +201,8 @@ class OptimizerConfig(Section):
         return {} if self.host_store is None else HOST_MEMORY.facts(self.host_store).ranges(self, owned)
 
     def host_slots(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the number and the size of the device slots, which are device buffers for copying gradients and
-        parameters whose states are in host memory (see `HostFacts.slots`)."""
+        """Return the number and the size of the device slots. These device buffers hold gradients and parameters while
+        they are copied between the device and host memory (see `HostFacts.slots`)."""
         return (0, 0) if self.host_store is None else HOST_MEMORY.facts(self.host_store).slots(sizes)
 
     @cached_property

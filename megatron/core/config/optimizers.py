@@ -39,16 +39,16 @@ class OptimizerFacts:
     Matrices with these roles are stored in separate buffers."""
 
     others: Callable[..., str] | None = None
-    """Function that returns the name of the optimizer for all other parameters; None if this optimizer also updates
-    them."""
+    """Function that returns the name of the optimizer for the parameters without a role in `whole_roles`; None if this
+    optimizer also updates these parameters."""
 
     fields: tuple[str, ...] = ()
     """Configuration fields that determine the optimizer of a parameter. A run that loads the optimizer states of a
     checkpoint must therefore not change these fields."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """Function that returns the names of the dtypes in which the optimizer multiplies matrices. Its arguments are the
-    `OptimizerConfig` and the name of the main dtype."""
+    """Function that returns the names of the dtypes in which the optimizer multiplies matrices. The function receives
+    the `OptimizerConfig` and the name of the main dtype."""
 
 
 class MakeChain(Protocol):

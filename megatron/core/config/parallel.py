@@ -27,15 +27,15 @@ class HostFacts:
     host memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """Function that returns, for each bucket, the ranges of elements whose states are in host memory. Its arguments are
-    the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A bucket is identified by
-    (buffer number, bucket number in the buffer). The second argument lists the buckets in the order in which the
-    backward pass completes them."""
+    """Function that returns, for each bucket, the ranges of elements whose states are in host memory. The function
+    receives the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A bucket is identified
+    by (buffer number, bucket number in the buffer). The numbers of elements are listed in the order in which the
+    backward pass completes the buckets."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
     """Function that returns the number and the size of the device slots. The gradients and parameters of ranges in host
-    memory are copied through these slots. Its argument contains the sizes of all ranges. Only plans call this
-    function."""
+    memory are copied through these slots. The argument of the function contains the sizes of all ranges. Only plans
+    call this function."""
 
     layers: Callable[..., int]
     """Function that returns, for a `ModelParallelConfig`, the number of layers at the start of each stage whose
@@ -43,7 +43,7 @@ class HostFacts:
 
     with_layers: Callable[..., Section]
     """Function that returns a copy of a `ModelParallelConfig` in which the activations of at most n layers are kept in
-    host memory. Its arguments are the `ModelParallelConfig` and n. Only plans call this function."""
+    host memory. The function receives the `ModelParallelConfig` and n. Only plans call this function."""
 
 
 class HostMemory(Protocol):

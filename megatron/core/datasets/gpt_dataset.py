@@ -269,8 +269,8 @@ class GPTDataset(DocumentSamples):
 
 
 class SampleMaker(Protocol):
-    """Function or class that makes samples from documents. It makes at least `samples` samples, or one epoch if
-    `samples` is None. `GPTDataset` is a class with this interface."""
+    """Function or class that makes samples from documents. The returned dataset has at least `samples` samples, or one
+    epoch if `samples` is None. `GPTDataset` is a class with this interface."""
 
     def __call__(
         self,

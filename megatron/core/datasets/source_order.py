@@ -68,8 +68,8 @@ class SourceOrder:
         return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
 
     def view(self, format: SampleFormat, planned: Sequence[int | None]) -> TextDataset:
-        """Return a dataset of the samples that follow the consumed samples. It contains at least as many samples as the
-        last number in `planned`, or one epoch if the last number is None.
+        """Return a dataset of the samples that follow the consumed samples. The dataset contains at least as many
+        samples as the last number in `planned`, or one epoch if the last number is None.
 
         `planned` lists the sample counts that were requested so far: first the original count, then one count for each
         extension. The method raises ValueError under the same conditions as `GPTDataset`.

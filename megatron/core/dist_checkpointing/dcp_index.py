@@ -51,7 +51,7 @@ MALFORMED = (
 
 
 class IndexReader(dcp.FileSystemReader):
-    """DCP reader that reads the index only once, and refuses an index that refers to classes which no tensor index
+    """DCP reader that reads the index only once, and rejects an index that refers to classes which no tensor index
     needs. Before torch unpickles a tensor, the tensor's part of the file is checked."""
 
     def __init__(self, folder: PurePath) -> None:
@@ -168,7 +168,7 @@ INDEX_NAMES = {
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
 """Replacements for classes of other programs, which are applied when an index is read. A key is the (module, name) by
-which a pickle refers to a class. Its value is the (module, name) of the class that is used instead."""
+which a pickle refers to a class. The value is the (module, name) of the class that is used instead."""
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -210,7 +210,7 @@ def is_foreign_model(path: str | PurePath) -> bool:
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:
-    """Return a message that explains why a flag or tool refuses a path, followed by `remedy`. By default, the remedy
+    """Return a message that explains why a flag or tool rejects a path, followed by `remedy`. By default, the remedy
     lists the kinds of paths that --load accepts."""
     kind, folder = kind_of(path), located(path).parent
     if remedy is None:

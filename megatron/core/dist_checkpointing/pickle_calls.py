@@ -2,7 +2,7 @@
 
 `torch.load(weights_only=True)` runs no code from a file. However, `torch.load` permits some functions that allocate
 memory of a given size or repeat text, so a pickle of 30 bytes may request gigabytes. `check_calls` interprets the
-instructions without calling any function. Pickles that `check_calls` cannot interpret to the end are refused.
+instructions without calling any function. Pickles that `check_calls` cannot interpret to the end are rejected.
 `check_calls` supports the same pickle instructions as `torch.load(weights_only=True)`.
 """
 
@@ -96,7 +96,7 @@ class _Reader:
             OPERATIONS[code](self)
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes of the pickle. If `count` exceeds the remaining length, the pickle is refused,
+        """Return the next `count` bytes of the pickle. If `count` exceeds the remaining length, the pickle is rejected,
         because Python would allocate `count` bytes before reading."""
         left = len(self.data) - self.place
         if count > left:

@@ -1,4 +1,4 @@
-"""One-line explanations of torch's reasons for refusing a pickle. This module does not import torch.
+"""One-line explanations of torch's reasons for rejecting a pickle. This module does not import torch.
 
 The message of torch's unpickler is not shown, because it suggests turning off `weights_only`. Without `weights_only`, a
 file can run arbitrary code.
@@ -14,7 +14,7 @@ _ADVICE = re.compile(r"weights.only|safe_globals|allowlist|trust", re.IGNORECASE
 
 
 def why_refused(error: BaseException) -> str:
-    """Return the reason why torch refused a pickle, without the advice that torch adds to the message."""
+    """Return the reason why torch rejected a pickle, without the advice that torch adds to the message."""
     text = str(error)
     if "eights only" not in text and "WeightsUnpickler" not in text:
         return text

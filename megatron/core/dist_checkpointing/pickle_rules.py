@@ -84,7 +84,7 @@ def _harmless(call: Call) -> str | None:
 
 def _array_of_bytes(call: Call) -> str | None:
     """Check a call of bytearray. Only text and bytes are accepted as arguments. Numbers, and objects that may be
-    numbers, are refused, because bytearray(n) allocates n bytes."""
+    numbers, are rejected, because bytearray(n) allocates n bytes."""
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
@@ -143,7 +143,7 @@ def _empty_array(call: Call) -> str | None:
 
 
 def _one_number(call: Call) -> str | None:
-    """Check a call of numpy's `scalar`, whose arguments must be (dtype, bytes). A call without bytes is refused,
+    """Check a call of numpy's `scalar`, whose arguments must be (dtype, bytes). A call without bytes is rejected,
     because the dtype alone would then decide how much memory numpy allocates."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
@@ -167,8 +167,8 @@ RULES: Mapping[str, Callable[[Call], str | None]] = {
     "numpy.dtype": _dtype,
 }
 """Rules that decide whether a pickle's call is permitted, keyed by the called function. A rule returns the reason for
-refusing a call, or None if the call is permitted. The rule for functions that are always harmless is `_harmless`, which
-permits every call."""
+rejecting a call, or None if the call is permitted. The rule for functions that are always harmless is `_harmless`,
+which permits every call."""
 
 _WIDE = {
     **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),

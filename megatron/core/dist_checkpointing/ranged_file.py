@@ -59,7 +59,8 @@ class SeekableFile(io.RawIOBase):
 
 
 class RangedFile(SeekableFile):
-    """Read-only file object for a file in a storage. It fetches the bytes in `ranges`, and hardly any other bytes.
+    """Read-only file object for a file in a storage. The object fetches the bytes in `ranges`, and hardly any other
+    bytes.
 
     Each byte is fetched about once if the ranges are read one after another, from front to back. Within a range, the
     order of the reads does not matter. Up to `HELD` pieces of the file are kept in memory.

@@ -1,5 +1,5 @@
-"""Reader for untrusted torch.save files. It accepts only tensors and plain values, and limits the memory that a file
-can request to a small multiple of the file's size (`pickle_calls`)."""
+"""Reader for untrusted torch.save files. The reader accepts only tensors and plain values, and limits the memory that a
+file can request to a small multiple of the file's size (`pickle_calls`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
     """Return the pickle that a torch.save zip file contains, or None if it cannot be found.
 
     This function uses torch's own reader, because another reader may find a different pickle. Compressed records are
-    refused, so that the records cannot be larger than the file.
+    rejected, so that the records cannot be larger than the file.
     """
     try:
         reader = archive_reader(file)

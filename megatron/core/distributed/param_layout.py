@@ -152,7 +152,7 @@ def plan_buffers(
     """Plan the buffers of one rank.
 
     Ranks whose parameters have the same shapes have the same layout. A parameter that is replicated over
-    tensor-parallel ranks, for example, has the same shard ranges on all of them.
+    tensor-parallel ranks, for example, has the same shard ranges on all these ranks.
 
     Args:
         params: Pair (meta, local shape) of each parameter of the rank, in registration order.

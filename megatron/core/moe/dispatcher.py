@@ -189,9 +189,9 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Maximum number of rows of a buffer that `AllGatherDispatcher` allocates without knowing the actual number of rows.
-The maximum is stated as a multiple of the number of rows under a balanced expert load. If a larger buffer might be
-needed, the host instead waits for the actual number of rows.
+"""Size up to which `AllGatherDispatcher` allocates a buffer without knowing the actual number of rows. The unit is the
+number of rows under a balanced expert load. If a larger buffer might be needed, the host instead waits for the actual
+number of rows.
 """
 
 
@@ -293,7 +293,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Return two maps. Each of them applies `first`, followed by the corresponding map of `copies`."""
+    """Return two maps. Each map applies `first`, followed by the corresponding map in `copies`."""
     return first.then(copies[0]), first.then(copies[1])
 
 

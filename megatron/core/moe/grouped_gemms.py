@@ -19,8 +19,8 @@ class Segments:
     """Division of a tensor's rows, which are sorted by expert, into one segment per local expert.
 
     Spare rows follow the rows of the last expert. A spare row belongs to no expert, has no gradient, and contains
-    finite but meaningless values. `of_counts` creates segments from row counts on the device, which kernels can read.
-    `of_sizes` creates segments from row counts on the host, which can be used to split tensors.
+    finite but meaningless values. `of_counts` creates segments from row counts on the device, where kernels can read
+    the counts. `of_sizes` creates segments from row counts on the host, where the counts can be used to split tensors.
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:

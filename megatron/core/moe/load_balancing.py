@@ -125,7 +125,7 @@ class _AttachContext(AutogradContext):
 
 
 class _Attach(torch.autograd.Function):
-    """Autograd function that returns `weights` unchanged. Its backward pass also backpropagates through `loss`, with
+    """Autograd function that returns `weights` unchanged. The backward pass also backpropagates through `loss`, with
     `scale` as the gradient of `loss`, and adds `entries` to the tally.
 
     The tally is updated in the backward pass, because the forward pass runs twice if it is recomputed.

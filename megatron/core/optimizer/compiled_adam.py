@@ -18,9 +18,9 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Maximum number of different shard shapes for which each shape gets a kernel of its own. With more shapes, kernels for
-dynamic shapes are compiled. The maximum is rarely exceeded, because the shards of identical layers have the same
-shape."""
+"""Maximum number of different shard shapes for which a separate kernel is compiled for each shape. With more shapes,
+kernels for dynamic shapes are compiled. The maximum is rarely exceeded, because the shards of identical layers have the
+same shape."""
 
 
 class CompiledAdamKernel(ShardUpdate):

@@ -91,8 +91,8 @@ class StepResult:
     def scale_overflow(self) -> bool:
         """True if a gradient overflowed in fp16 and a lower loss scale can prevent the overflow.
 
-        `scale_overflow` is False if the loss scale has reached its minimum. It is also False if an element of `sums` is
-        not finite, because the loss scale does not affect `sums`.
+        `scale_overflow` is False if the loss scale has reached its minimum. `scale_overflow` is also False if an
+        element of `sums` is not finite, because the loss scale does not affect `sums`.
         """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
@@ -311,7 +311,7 @@ class DistributedOptimizer:
 
     def sharded_state(self) -> list[OptimizerPiece]:
         """Return views of all main parameters and optimizer states that this rank updates. The views must only be read.
-        States that are stored with scales cannot be viewed, so the result contains copies of them on the host.
+        States that are stored with scales cannot be viewed, so the result contains host copies of these states.
 
         If the model parameters themselves serve as main parameters, the result contains no main parameters.
         """

@@ -56,7 +56,7 @@ def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[
 
 def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
     """Return the kernels of all fused links of a stage. If `shards` are in host memory, omit the kernels that would not
-    update any of them."""
+    update any of these shards."""
     links: dict[type[FusedTransform], FusedTransform] = {}
     members: dict[type[FusedTransform], list[Shard]] = {}
     on_host = any(shard.on_host for shard in shards)

@@ -25,8 +25,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Maximum number of matrix elements that a rank gathers in one round. A larger matrix is gathered in a round of its
-own. `ROUND` bounds the memory that an exchange of matrices needs."""
+"""Maximum number of matrix elements that a rank gathers in one round. A larger matrix is gathered in a separate round.
+`ROUND` bounds the memory that an exchange of matrices needs."""
 
 
 @dataclass(frozen=True)

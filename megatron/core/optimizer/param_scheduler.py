@@ -48,7 +48,7 @@ class ScheduleLength:
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
-        """Create the lengths from the flags that are given in samples. `samples` is the length of the run in
+        """Create the lengths from the flags that specify them in samples. `samples` is the length of the run in
         samples."""
         decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
         return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
@@ -57,7 +57,7 @@ class ScheduleLength:
     def in_iterations(
         cls, config: OptimizerConfig, iterations: int, samples_at: Callable[[int], int]
     ) -> ScheduleLength:
-        """Create the lengths from the flags that are given in iterations. `iterations` is the length of the run in
+        """Create the lengths from the flags that specify them in iterations. `iterations` is the length of the run in
         iterations.
 
         `samples_at(n)` returns the number of samples that the first n iterations consume.
@@ -122,8 +122,8 @@ def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, le
 
 
 class OptimizerParamScheduler:
-    """Stateless schedule of the learning rate and the weight decay. Both are functions of the number of consumed
-    samples.
+    """Stateless schedule of the learning rate and the weight decay. The learning rate and the weight decay depend only
+    on the number of consumed samples.
 
     `config` must be validated. The constructor raises ValueError if the warm-up is not shorter than the decay. For a
     WSD schedule, it also raises ValueError if the final anneal is missing or longer than the decay.

@@ -369,9 +369,9 @@ class AverageWeights(Transform):
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     """Return the links that update a parameter.
 
-    The function raises ValueError if a link is not a `Transform` or does not override `update` (`kernel` for a fused
-    link), if there are several fused links, or if the optimizer is registered with `by_element` although the update of
-    an element depends on other elements.
+    The function raises ValueError in three cases. A link is not a `Transform`, or does not override its method `update`
+    (`kernel` for a fused link). The chain has several fused links. The optimizer is registered with `by_element`,
+    although the update of an element depends on other elements.
     """
     name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
     made = OPTIMIZERS.build(name, config, meta)

@@ -105,8 +105,8 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
     """Raise ValueError if the lists do not form a complete step.
 
     For each stage and micro-batch, the list of the stage's rank must contain one F, and either one B, or one I and one
-    W. Every send must have a matching receive, and every receive a matching send. It must be possible to run all lists
-    in their order without a deadlock.
+    W. Every send must have a matching receive, and every receive a matching send. The ranks must be able to run their
+    lists in order without a deadlock.
     """
     if len(lists) != layout.pp:
         raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")

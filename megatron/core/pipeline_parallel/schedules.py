@@ -220,9 +220,9 @@ def alternate(
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
     """Divide m micro-batches into groups of `group` micro-batches. The default group size is p.
 
-    If m is not a multiple of the group size, the remaining micro-batches form their own group if there are at least p
-    of them. Otherwise, the remaining micro-batches are distributed evenly over the other groups, and larger groups
-    precede smaller groups.
+    If m is not a multiple of the group size and at least p micro-batches remain, the remaining micro-batches form an
+    additional group. If fewer than p micro-batches remain, they are distributed evenly over the other groups, and
+    larger groups precede smaller groups.
     """
     group = group or p
     if m > group and m % group >= p:

@@ -126,8 +126,8 @@ class Walk:
         return self.lists[rank][position] if position < len(self.lists[rank]) else None
 
     def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return pairs of an action that must end before `action` starts, and the minimum time between its end and the
-        start of `action`."""
+        """Return pairs (earlier action, time). The start of `action` must be at least this time after the end of each
+        earlier action."""
         kind, stage, microbatch = action
         if kind is Kind.FB:
             return [need for part in self.pairs[action] for need in self.needs(part, rank)]
@@ -145,18 +145,18 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """Return pairs of an action that must end before the VALIDATE (see `Kind`) of micro-batch `microbatch`, and the
-        minimum time between its end and the VALIDATE. The actions are the last actions of all ranks in the previous
-        step. Micro-batches are numbered across steps, so the micro-batches of the previous step have smaller
-        numbers."""
+        """Return pairs (earlier action, time). The VALIDATE (see `Kind`) of micro-batch `microbatch` must start at
+        least this time after the end of each earlier action. The earlier actions are the last actions of all ranks in
+        the previous step. Micro-batches are numbered across steps, so the micro-batches of the previous step have
+        smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]
         return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return pairs of an action that must end before the message of `receive` arrives, and the minimum time between
-        its end and the arrival."""
+        """Return pairs (earlier action, time). The message of `receive` arrives no earlier than this time after the end
+        of each earlier action."""
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]

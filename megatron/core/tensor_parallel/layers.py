@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors, which layers read from their `TPContext`. In a dry run, a
-    `Hardware` object describes a device on which the model does not run.
+    """Capabilities of the device that holds the tensors. Layers read these capabilities from their `TPContext`. In a
+    dry run, a `Hardware` object describes a device on which the model does not run.
     """
 
     compiled: bool = False
@@ -134,7 +134,7 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Return the context for layer `number`. Its `format` is None if the layer does not use the number format."""
+        """Return the context for layer `number`; its `format` is None if the layer does not use the number format."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 

@@ -36,8 +36,7 @@ class LinearFormatFacts:
     as the reason for this requirement."""
 
     tokens: int
-    """Divisor that all kernels of the format require. The number of tokens in a micro-batch must be a multiple of
-    it."""
+    """Number that must divide the number of tokens in a micro-batch. The kernels of the format require this."""
 
     described: Callable[[ModelParallelConfig], str]
     """Function that takes the configuration and returns a short description of the format."""
@@ -53,8 +52,8 @@ class LinearFormatFacts:
 class ParamGather(Protocol):
     """Object that casts the weights of linear layers to a number format before they are gathered.
 
-    The object selects the buckets that are gathered in the number format, and calls `Bucket.gather_bytes` for each of
-    them.
+    The object selects the buckets that are gathered in the number format, and calls `Bucket.gather_bytes` for each
+    selected bucket.
     """
 
     def cast_(self) -> None:

@@ -71,7 +71,7 @@ class GradCasts(Protocol):
     `LinearGemms.cast_grad` is not needed."""
 
     def grad_order(self, needs_dw: bool) -> Any:
-        """Return an object that specifies for a kernel which casts of the gradient to compute."""
+        """Return an object that tells a kernel which casts of the gradient to compute."""
 
     def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
         """Convert `pair` to the form that `LinearGemms.cast_grad` returns. `pair` contains the casts of a gradient
@@ -294,7 +294,7 @@ class OutputGradient:
         self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
 
     def order(self) -> Any:
-        """Return an object that specifies for a kernel which casts of dY the layer's GEMMs read.
+        """Return an object that tells a kernel which casts of dY the layer's GEMMs read.
 
         The result is None if the GEMMs read dY without a cast, or if the scales of the casts are not known in advance.
         """

@@ -15,7 +15,7 @@ from megatron.core.config.parallel import HOST_MEMORY, ModelParallelConfig
 
 
 class StoredPass(Protocol):
-    """Interface to the forward pass of one micro-batch through the layers of a stage, whose activations are
+    """Interface to one micro-batch's forward pass through the layers of a stage. The activations of the pass are
     offloaded."""
 
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:

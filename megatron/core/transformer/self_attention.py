@@ -113,8 +113,8 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     """Return the specifications of linear_qkv and linear_proj. The weight of linear_qkv has the shape [groups, heads,
     channels, h], or [groups, rows, h] if query and value heads differ in width.
 
-    For each query group, the rows of linear_qkv are the query heads of the group, the output gates of these heads if
-    the layer has gates, the key head and the value head.
+    Each query group has the following rows in linear_qkv, in this order: the query heads, the output gates of these
+    heads (if the layer has gates), the key head and the value head.
     """
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias

@@ -66,8 +66,8 @@ class Head(OutputLayer):
         return self.finished(super().forward(x)) if use is None else use(x)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """Divide the logits by the divisor, unless `forward` has already divided x by it, and then apply the soft
-        cap."""
+        """Divide the logits by `config.logits_scaling`, unless `forward` has already divided the hidden states. Then
+        apply the soft cap."""
         logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -108,8 +108,8 @@ class TokenLoss:
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the losses [s, b], multiplied by the mask [b, s], as a scalar tensor. If `losses` is not a
-    tensor of shape [s, b], the function raises ValueError."""
+    """Multiply the losses [s, b] by the mask [b, s], and return the sum of the products as a scalar tensor. If `losses`
+    is not a tensor of shape [s, b], the function raises ValueError."""
     return (checked_losses(losses, mask.t().shape) * mask.t().to(losses.dtype)).sum()
 
 

@@ -210,7 +210,7 @@ class _LogitsContext(AutogradContext):
 
 
 class _Logits(torch.autograd.Function):
-    """Autograd function that computes a chunk's logits. Its backward pass passes the gradient of the logits to
+    """Autograd function that computes a chunk's logits. The backward method passes the gradient of the logits to
     `_Chunks.add_gradients`."""
 
     @staticmethod
