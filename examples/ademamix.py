@@ -1,4 +1,4 @@
-"""AdEMAMix (arXiv:2409.03137): Adam with a second, slow average of gradients, which remembers ten thousand steps.
+"""AdEMAMix (arXiv:2409.03137): Adam with a second moving average of gradients, which covers about ten thousand steps.
 
 python pretrain_gpt.py --extension examples/ademamix.py --optimizer ademamix --ademamix-alpha 5 ...
 """

@@ -66,7 +66,7 @@ class Program:
 
 
 THIS = Program()
-"""`Program` without any difference from this program, which is the default of `PublishedRun.program`."""
+"""`Program` that does not differ from this program. This is the default of `PublishedRun.program`."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
 """Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. A number
@@ -82,8 +82,9 @@ def attention_with_scores(event: Attention) -> list[Event]:
     GEMMs. The numbers of heads and tokens stay the same.
 
     The events count the bytes that each kernel moves. The softmax reads the unmasked half of the matrix and writes the
-    whole matrix. The backward pass of the softmax reads the unmasked halves of two matrices. Dropout reads and writes
-    the whole matrix and the dropout mask.
+    whole matrix. The backward pass of the softmax reads the unmasked halves of two matrices and writes a whole matrix.
+    Dropout reads and writes the whole matrix. It also writes the dropout mask in the forward pass, and reads the mask
+    in the backward pass.
     """
     length, width = event.length, event.width
     pairs = event.flops / ((10 if event.backward else 4) * width)
@@ -106,8 +107,8 @@ class ProgramCache(PlannerCache):
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """Cache of converted events. The key consists of `id(part)` and of a flag that is true if the part includes the
-    output layer. `ProgramCache` keeps a reference to each part, so that the part's id is not reused."""
+    """Cache of converted events. A key is a tuple of `id(part)` and a bool that is True if the part includes the output
+    layer. `ProgramCache` keeps a reference to each part, so that the part's id is not reused."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

@@ -4,11 +4,11 @@
         --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
 
 The tool trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after
-`--`. After each step, the tool measures two root mean squares for the batch: of the activations, and of their change
-since initialization. If both root mean squares are independent of width and depth, a learning rate that was tuned on a
-small model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square)
-over log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width
-doubles.
+`--`. After each step, the tool measures the root mean square of the batch's activations, and the root mean square of
+their change since initialization. If both root mean squares are independent of width and depth, a learning rate that
+was tuned on a small model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to
+log2(root mean square) over log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size
+doubles when the width doubles.
 
 A model of a different width keeps the number of channels per head. All other widths, such as MLP widths, are scaled in
 proportion, except those in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope
@@ -62,7 +62,8 @@ PARTS = ("embedding", "attention", "mlp", "stream", "logits")
 the last layer ("stream"), and the output layer."""
 
 Sizes = dict[str, list[float]]
-"""Root mean squares after 0, 1, 2, ... steps, keyed by part of the model."""
+"""For each part of the model (`PARTS`), the root mean squares of its activations, or of their change, after 0, 1, 2,
+... steps."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Axis:
     found: Sequence[Measured]
 
     def slopes(self, steps: int) -> Iterator[tuple[str, str, float]]:
-        """For each part of the model, yield the slopes of activations and of updates after the last step, as tuples
-        (part, "activation" or "update", slope)."""
+        """For each part of the model, yield the tuples (part, "activation", slope) and (part, "update", slope). The
+        slope shows how the root mean square after `steps` steps grows with the model's size; see `slope`."""
         for part in PARTS:
             for kind in ("activation", "update"):
                 values = [getattr(each, f"{kind}s")[part][steps] for each in self.found]

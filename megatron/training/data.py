@@ -326,7 +326,8 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 def _build(
     config: RunConfig, sizes: tuple[int | None, int | None, int | None], demands: Demands | None = None
 ) -> Datasets:
-    """Build the data that the flags select, without wrappers and without named validation sets."""
+    """Build the data that the flags select, except named validation sets. The wrappers of extensions (`WrapsDatasets`)
+    are not applied."""
     named, data = config.tokenizer, config.data
     if data.multiple_validation_sets:
         config = replace(config, data=replace(data, valid_data_path=None))
@@ -373,8 +374,9 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
 def put_on_device(
     batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime, divide: DividesSequences | None = None
 ) -> list[Batch]:
-    """Prepare a step's micro-batches for the model. First let the loss function change the labels and masks of whole
-    samples. Then take this context-parallel rank's part of each sample, and copy it to the device."""
+    """Prepare a step's micro-batches for the model. First call the `prepare` function of the loss, which may change the
+    labels and masks of whole samples. Then take this context-parallel rank's part of each sample, and copy it to the
+    device."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
     whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]

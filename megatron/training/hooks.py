@@ -269,8 +269,8 @@ class Callback:
     optimizer updates."""
 
     start_order = 0
-    """Sort key of this callback: the `start` methods of all callbacks are called in increasing order of this key. The
-    run starts at the first position that a callback's `start` returns."""
+    """Sort key of this callback. The `start` methods of callbacks are called in increasing order of this key, until one
+    of them returns the position at which the run starts."""
 
     to_continue = ""
     """Advice on how to continue the training. A completed run prints this advice if no flag can extend the run."""
@@ -335,8 +335,8 @@ class Callback:
         return None
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
-        """Return the object that detects spikes, built from the `Judge.state` in the checkpoint (empty for a new run),
-        or None if the callback has no judge. If several callbacks return a judge, the first judge is used."""
+        """Return a detector of spikes, or None if the callback has no judge. `means` contains the `Judge.state` in the
+        checkpoint, and is empty for a new run. If several callbacks return a judge, the first judge is used."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:

@@ -51,8 +51,9 @@ class Phase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the phase, in samples, in earlier plans and in this plan, oldest first. A plan that does not
-        lengthen the phase does not change the sample order, and its length is omitted."""
+        """Planned lengths of the phase in samples: the lengths in earlier plans, oldest first, followed by the length
+        in this plan. A plan that does not lengthen the phase does not change the sample order, and its length is
+        omitted."""
         longer = self.end is not None and self.samples > max(self.planned, default=0)
         return (*self.planned, self.samples) if longer else self.planned
 

@@ -89,7 +89,7 @@ class TrainStep:
     def finish(self) -> None:
         """Finish the work in progress when no further step follows."""
         self.run.guard.settle()
-        self.run.optimizer.finish_param_sync()  # ranks must not exit during a collective
+        self.run.optimizer.finish_param_sync()  # waits for the all-gather; ranks must not exit during a collective
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:

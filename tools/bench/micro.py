@@ -193,9 +193,9 @@ SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
     """Yield parts for sparse attention: attention to selected keys, and the operations that select the keys. Each part
-    is measured with its kernel and with plain torch operations. The operands are the last queries of a sequence. When a
-    training run starts, it chooses kernels with the same operands. The TFLOP figures for attention count only the keys
-    that each query attends to, and assume five GEMMs in the backward pass."""
+    is measured with its kernel and with plain torch operations. The operands are the last queries of a sequence. At
+    start-up, a training run times kernels with the same operands to choose between them. The TFLOP figures for
+    attention count only the keys that each query attends to, and assume five GEMMs in the backward pass."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
 

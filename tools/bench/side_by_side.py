@@ -33,7 +33,8 @@ Round = Callable[[], float]
 """Function that runs one round of a contestant and returns the figure to compare, such as tokens per second."""
 
 Found = dict[str, list[float] | str]
-"""Results of each contestant's rounds, or the last line of the contestant's error."""
+"""Dict from the name of each contestant to the results of its rounds or, if the contestant failed, to the last line of
+its error."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,8 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """Return one row per contestant. A row contains the speed of a contestant relative to other contestants, whose
-    names `beside(name)` yields."""
+    """Return one row per contestant. The row contains the speed of the contestant `name` relative to each contestant
+    that `beside(name)` yields."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():

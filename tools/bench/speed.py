@@ -10,8 +10,9 @@ revision.
 A cell is a group of programs (contestants) that are compared. The contestants run in separate processes, and their
 rounds are interleaved. research/speed.py adds other programs to the cells.
 
-Training in one process includes the optimizer step. The speed of training is compared with an upper limit: a step that
-consists only of the forward and backward GEMMs of the linear layers and the output layer, in the same precision.
+In the cells that train in one process, each step includes the optimizer step. The speed of these contestants is
+compared with an upper limit: a step that consists only of the forward and backward GEMMs of the linear layers and the
+output layer, in the same precision.
 
 The TP, PP and DP cells train 8 micro-batches of one sequence per step in float32 on single-threaded gloo processes.
 The TP, PP and DP contestants are compared with one process that has as many threads as all of their processes together.
@@ -213,7 +214,8 @@ class Cell:
 
     unit: str = "tokens/s"
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of further contestants with which a contestant is compared, keyed by the name of this contestant."""
+    """Comparisons with contestants other than the baseline: a dict from the name of a contestant to the names of the
+    contestants with which it is also compared."""
 
     @property
     def ours(self) -> list[Contestant]:
@@ -282,8 +284,8 @@ DIVISIONS = {
     "balanced": "--balance-packed-samples",
     "hybrid": "--hybrid-context-parallel",
 }
-"""Flags of each method that divides the documents of a sample among context-parallel ranks, keyed by the name of the
-method."""
+"""Methods that divide the documents of a sample among context-parallel ranks: a dict from the name of each method to
+its flags."""
 
 
 def mixed_lengths(seq_length: int) -> NDArray[np.int64]:

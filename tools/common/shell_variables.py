@@ -106,7 +106,7 @@ class ShellVariables:
         return [] if absent else [self.tested_text(word)]
 
     def tested_text(self, word: str, quoted: bool = False) -> str:
-        """Expand a word of a test. Variables that count as unset are removed from the word."""
+        """Expand a word in the condition of a shell test. Variables that count as unset are removed from the word."""
         return NAME.sub(lambda found: "" if self._unset(found[1] or found[2]) else found[0], self.word(word, quoted))
 
     def _tested_number(self, name: str) -> str | None:

@@ -198,7 +198,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def idle_shares(axes: Axes, shares: Sequence[float]) -> None:
-    """Write the idle fraction of each row on the right."""
+    """Label each row with its idle fraction, to the right of the chart."""
     right = axes.secondary_yaxis("right")
     right.set_yticks(range(len(shares)), [f"{share:.1%}" for share in shares])
     right.set_ylabel("idle")

@@ -353,7 +353,8 @@ RECOVERY = {
     "from": "source",
     "why": "why",
 }
-"""Columns of the table of recoveries. Each value is the key of a `recovery` event that the column shows."""
+"""Columns of the table of recoveries: a dict from the heading of each column to the key of the value in a `recovery`
+event."""
 
 
 def recoveries(run: RunFolder) -> Markup:
@@ -372,7 +373,8 @@ AUDIT = {
     "times": "disagreements",
     "cause": "cause",
 }
-"""Columns of the table of audits. Each value is the key of an `audit` event that the column shows."""
+"""Columns of the table of audits: a dict from the heading of each column to the key of the value in an `audit`
+event."""
 
 
 def audits(run: RunFolder) -> Markup:

@@ -14,7 +14,7 @@ from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 
 OF_RUNS = ("parallel", "ddp", "checkpoint", "logging", "checks")
-"""Configuration sections that have no effect on the reference."""
+"""Configuration sections that do not affect the loss and gradients of this program in one process."""
 
 OF_DATA = ("data", "training")
 """Configuration sections that only affect which samples are chosen from a data set."""

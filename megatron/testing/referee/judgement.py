@@ -33,7 +33,7 @@ PARTS = (2, 4, 8)
 also the number of blocks into which a long sequence is divided."""
 
 MOST_SAMPLES = 16
-"""Largest batch size for which the gradients of single samples are computed too."""
+"""Largest batch size for which the gradient of each sample is computed separately."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def next_row_parallel(name: str) -> tuple[str, ...]:
 
 
 def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield partial sums of the gradient, each from the loss over some blocks of the labels in each sample."""
+    """Yield partial sums of the gradient. Each one is the gradient of the loss over the labels in some blocks of
+    sequence positions."""
     length = batch.tokens.shape[1]
     count = _blocks(length)
     bounds = [slice(length * block // count, length * (block + 1) // count) for block in range(count)]

@@ -158,8 +158,8 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Interface of those entries of `PATH_KINDS` whose models determine flags. A run that loads a model from such a
-    path takes some flags from the model. Calling the entry returns True if a path belongs to it."""
+    """Protocol for entries of `PATH_KINDS` whose models determine flags. Calling an entry returns True if a path is of
+    the entry's kind. A run that loads a model from such a path takes some flags from the model."""
 
     def __call__(self, path: str, /) -> bool: ...
 

@@ -80,8 +80,8 @@ def standing(source: str | PurePath, name: str) -> Standing:
     """Decide whether code may run that is named in the file or folder `source`.
 
     The record tells which code was used by the run whose folder contains `source`. Return "recorded" if that run used
-    this code with its present content, "changed" if it used this code with different content, and "unknown" if there is
-    no such run or it did not use this code.
+    the code and the code has not changed since, "changed" if that run used a different version of the code, and
+    "unknown" if that run did not use the code or if there is no such run.
     """
     source, name = _resolved(source), _whole(name)
     digests = [_recorded(folder)[name] for folder in (source, *source.parents) if name in _recorded(folder)]

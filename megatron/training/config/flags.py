@@ -264,7 +264,7 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
 
 
 def shown_value(value: object) -> object:
-    """Return a flag's value for a message, or None for a switch."""
+    """Return the value to show after a flag in a message. Return None for a switch, which is shown without a value."""
     return None if isinstance(value, bool) else value
 
 

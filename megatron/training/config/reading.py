@@ -146,7 +146,7 @@ class FlagReader(GivenOptions):
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # usually no code for other programs is imported
+            self.read_field(name, texts, texts)  # without importing the code for other programs
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
@@ -157,8 +157,8 @@ class FlagReader(GivenOptions):
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Read the flag of a field. `given` contains the values that the user wrote. `texts` contains this program's
-        equivalents."""
+        """Read a flag that sets a configuration field. `given` contains the values that the user wrote, and `texts`
+        contains this program's names for these values."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:

@@ -48,7 +48,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
     """Return the configuration with the flags that the run takes from its checkpoint, and a line for each changed flag.
 
     Args:
-        given: Flags as the user spelled them.
+        given: Spellings of the flags that the user set.
 
     Raises:
         ValueError: If the checkpoint cannot be read.

@@ -148,5 +148,5 @@ NULLS = ("", "~", "null")
 
 
 def texts_of(value: object) -> list[str]:
-    """Convert a plain YAML value to the texts of a flag."""
+    """Convert a plain YAML value to the words that would follow the flag on a command line."""
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]

@@ -18,7 +18,7 @@ from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
-    """Meter that sums, over the steps of a log interval, the losses and token counts that this rank's modules record.
+    """Meter that sums the losses and token counts of this rank's modules over the steps of a log interval.
 
     `tallies` are tensors of equal shape, to which the modules add their counts. All tensor-parallel ranks have equal
     tallies. Only the tensor-parallel rank on which `counts` is True reports its tallies.

@@ -156,7 +156,7 @@ class JsonLinesSink:
 
 
 class StoredLinesSink:
-    """Sink like `JsonLinesSink`, but for a file in remote storage."""
+    """Sink that appends records to a JSON lines file in remote storage, in the same format as `JsonLinesSink`."""
 
     def __init__(self, path: PurePath, resume_iteration: int) -> None:
         self._storage, self._path = storage_of(path), path

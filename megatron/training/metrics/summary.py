@@ -103,8 +103,8 @@ def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
     """Return the peak TFLOP/s of one device, or None if it is unknown. The peak is the value of --peak-tflops if it is
-    set. Otherwise, the peak is that of the number format in `LINEAR_FORMATS` that the run uses, or the data sheet's
-    peak for 16-bit training.
+    set. Otherwise, it is the data sheet's peak for the number format `linear` in `LINEAR_FORMATS`, or for 16-bit
+    training if `linear` is None.
     """
     if config.peak_tflops is not None:
         return config.peak_tflops

@@ -58,7 +58,8 @@ class Outcome:
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
-        """Store the checkpoint folders. If `write` is True, also write the status RUNNING."""
+        """Set the folders of --save and --load that the status file names. If `write` is True, also write the status
+        RUNNING."""
         self.folders = {
             name: str(resolved(located(path))) if path else "" for name, path in (("save", save), ("load", load))
         }

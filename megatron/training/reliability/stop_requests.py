@@ -116,7 +116,8 @@ class StopRequests:
                 with self._change:
                     self._asked = request
         if self._asked is not None and self._after is None and not self.undecided:
-            board.say(f"at/{self._number}", str(self._ticks))  # this rank begins no tick until all ranks have answered
+            # This rank begins no further step or evaluation batch until all ranks have answered.
+            board.say(f"at/{self._number}", str(self._ticks))
             after = board.agreed(self._number)
             if after == 0 and self._asked.kind == "resume":
                 return f"ending before the first step: {self._asked.why}"

@@ -1,7 +1,7 @@
 """Explain why the ranks' store cannot be reached. This module does not import torch.
 
-A rank that cannot reach the store can observe only the state of the store's port. If the rank that opens the store is
-on the same host and has failed, the failure that it recorded is the explanation.
+A rank that cannot reach the store can observe only the state of the store's port. If the rank that opens the store
+failed on the same host, it has recorded its failure in a file, which this rank reads (`left_failure`).
 """
 
 from __future__ import annotations

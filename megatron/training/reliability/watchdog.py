@@ -97,7 +97,8 @@ class Watchdog:
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
 
     def check_save_folder(self) -> None:
-        """Raise OSError if the run must not write to the --save folder at present. Called on the first rank."""
+        """Raise OSError if a check in `save_guards` currently forbids writing to the --save folder. Called on the first
+        rank."""
         for guard in self.save_guards:
             guard()
 

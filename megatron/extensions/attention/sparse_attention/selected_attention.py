@@ -81,9 +81,9 @@ class Rows:
         return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
 
     def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """For each key, sum `rows` [rows, b, h, w] over rows and heads with the key's weights, and add the sum to the
-        row of the key in `out` [s, b, w]. The weights are [rows, b, h, keys], or [rows, b, h, topk] if keys were
-        selected."""
+        """Add weighted sums of `rows` [rows, b, h, w] to `out` [s, b, w]. For each key, the sum over rows and heads,
+        weighted with the key's weights, is added to the key's row of `out`. The weights are [rows, b, h, keys], or
+        [rows, b, h, topk] if keys were selected."""
         if self.flat is not None:
             add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
         else:

@@ -53,7 +53,7 @@ class Queries(NamedTuple):
     """Largest number of keys that a query may attend to."""
 
     def hidden(self, chunk: Chunk) -> Tensor:
-        """Return a mask [rows, 1 or b, keys]; True if the query may not attend to the key."""
+        """Return a mask [rows, 1 or b, keys] that is True where the query may not attend to the key."""
         keys = torch.arange(chunk.first, chunk.keys, device=self.last.device)
         return (keys > self.last[chunk.rows, :, None]) | (keys < self.first[chunk.rows, :, None])
 

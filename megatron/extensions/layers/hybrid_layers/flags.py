@@ -15,7 +15,7 @@ from megatron.training.extensions import extension_flags
 
 PATTERN = "--hybrid-layer-pattern"
 DENSE, EXPERTS = "-", "E"
-"""Letters in the pattern: a layer with a dense MLP, and a layer with a mixture of experts."""
+"""Letters in the pattern for a layer with a dense MLP and for a layer with a mixture of experts."""
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:

@@ -31,8 +31,8 @@ Judge = Callable[[RunConfig], Sequence[Problem]]
 
 
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
-    """Return the problems, with legal values in their suggestions. Where possible, the value N in a remedy "nearest: N"
-    is replaced with a value that all rules for the flag accept.
+    """Return the problems with legal values in their remedies. If a remedy is "nearest: N", N is replaced, where
+    possible, with a value that all rules for the flag accept.
 
     If no such value is found, the remedy names the rule that refuses the suggested value. `judge` is a function that
     returns the problems of a configuration.
