@@ -110,7 +110,7 @@ def loss_of(micro_batches: int, logits: Tensor, labels: Tensor) -> Tensor:
 
 def updated(model: nn.Module, backward: Step) -> Step:
     """Return a training step that runs `backward` for all micro-batches, clips the gradients and applies AdamW."""
-    kinds: dict[bool, list[Tensor]] = {}  # operations on lists cannot mix tensors and DTensors
+    kinds: dict[bool, list[Tensor]] = {}  # multi-tensor operations cannot mix tensors and DTensors
     for parameter in model.parameters():
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
     groups = list(kinds.values())

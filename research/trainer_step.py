@@ -29,7 +29,7 @@ class KeepGradients(TrainerCallback):
 
 
 class OfMeans(Trainer):
-    """Trainer that averages the micro-batches' mean losses, as Trainer did before release 4.46."""
+    """Trainer that averages the mean losses of micro-batches, as transformers did before release 4.46."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decoded(config: RunConfig, tokens: Sequence[int]) -> str:
-    """Return the beginning of a text; if the run has no tokenizer, return the beginning of the token list."""
+    """Return the beginning of the text of `tokens`. If the run has no tokenizer, return the beginning of the list of
+    token ids."""
     if not config.tokenizer.tokenizer_type:
         return f"tokens {' '.join(map(str, tokens))}"[:SHOWN]
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)

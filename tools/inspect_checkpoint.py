@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class ForeignWeights:
-    """Parameters of a model in another format. The class has the same interface as `Checkpoint`, as far as this tool
-    uses it."""
+    """Parameters of a model in another format. The class implements the part of the interface of `Checkpoint` that this
+    tool uses."""
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (

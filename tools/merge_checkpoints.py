@@ -12,9 +12,9 @@ their weights.
 
 --emulate-decay chooses the weights such that the merged model approximates a run whose learning rate anneals from the
 first checkpoint to the last (arXiv 2507.17634, theorem 3.1). The flag accepts the same shapes as --lr-wsd-decay-style.
-Let w_i be the mean learning rate between checkpoints i - 1 and i of this anneal, divided by the constant learning rate.
-Then checkpoint j has the weight w_j - w_{j+1}. The first checkpoint has the weight 1 - w_1, and the last has the weight
-w_k.
+Let w_i be the mean of the annealed learning rate between checkpoints i - 1 and i, divided by the constant learning rate
+before the anneal. Then checkpoint j has the weight w_j - w_{j+1}. The first checkpoint has the weight 1 - w_1, and the
+last has the weight w_k.
 
 An existing folder is never replaced. The output folder appears only when it is complete. No code from the inputs is
 executed.

@@ -118,7 +118,8 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
 def die_with_parent(parent: int) -> None:
     """Make Linux kill this forked process when its parent, the process `parent`, ends for any reason.
 
-    On systems other than Linux, this process ends only when the parent's timeout expires.
+    On systems other than Linux, the function has no effect, and this process may outlive its parent until the timeout
+    expires.
     """
     set_death_signal = 1  # PR_SET_PDEATHSIG
     prctl = getattr(ctypes.CDLL(None), "prctl", None)

@@ -43,7 +43,8 @@ def possible_names(flags: Sequence[str]) -> list[str] | None:
     """Return the names of all rows that may exist for a model with these flags. The flags are not parsed or validated
     yet.
 
-    Return None if the flags name a file with further flags, because these may select a schedule with additional rows.
+    Return None if the flags name a file with further flags, because the flags in this file may select a schedule for
+    which there are additional rows.
     """
     if any(flag.partition("=")[0] in ("--config", "--yaml-cfg") for flag in flags):
         return None

@@ -175,8 +175,8 @@ def forget(run: TrainingRun) -> None:
 
 
 def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
-    """Return True if a loaded fragment equals the saved fragment. The kinds of state in `rounded` may differ by the
-    relative bound that `rounded` gives. All other kinds must be bit-equal."""
+    """Return True if a loaded fragment equals the saved fragment. `rounded` maps kinds of state to relative tolerances.
+    Fragments of all other kinds must be bit-equal."""
     if fragment.key not in truth.tensors:
         return False
     saved, kind = part_of(truth, fragment), fragment.key.split()[1]

@@ -67,7 +67,7 @@ class StepFacts:
     not wait for the gradient norm at the end of the step. None if all updates wait for the gradient norm."""
 
     kept_name: str = ""
-    """Label in memory plans for the bytes that `kept` returns."""
+    """Name that memory plans show for the bytes that `kept` returns."""
 
     in_turns: bool = False
     """True if parts of a forward pass alternate with parts of a backward pass (`ScheduleFacts.in_turns`)."""
@@ -92,8 +92,8 @@ def step_parts(config: RunConfig) -> StepParts:
 
 
 def late_update(config: Section) -> str | None:
-    """Return the name of the registered step class that updates weights before the gradient norm is known at the end of
-    the step, or None if no such class is registered."""
+    """Return the name of the registered classes in this run whose weight updates do not wait for the gradient norm at
+    the end of the step. Return None if all updates wait for the gradient norm."""
     return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
 
 

@@ -117,7 +117,7 @@ def _build_guard() -> ctypes.CDLL:
 
 
 def _zeros(x: Tensor) -> Any:
-    """Replacement for `Tensor.tolist` that returns zeros, because the tensor has no values."""
+    """Replacement for `Tensor.tolist` that returns zeros, because fake tensors have no values."""
     return np.zeros(tuple(x.shape), float if x.is_floating_point() else int).tolist()
 
 

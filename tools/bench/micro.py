@@ -252,7 +252,7 @@ def layer(config: RunConfig, device: torch.device) -> Call:
     grad = torch.ones_like(x)
 
     def call() -> object:
-        x.grad = None  # prevent gradients of several calls from accumulating
+        x.grad = None  # otherwise, each call would add its gradient to the gradients of earlier calls
         return stage(x, batch).backward(grad)
 
     return call

@@ -321,7 +321,7 @@ def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> Non
 
 def machine(*packages: str) -> dict[str, Any]:
     """Print a two-line description of the machine, and return the description."""
-    from tools.common import processor_name  # not at the top, because contestants may use another `megatron`
+    from tools.common import processor_name  # imported here, because contestants may use another `megatron`
 
     versions = {name: _version(name) for name in ("torch", *packages)}
     facts = {
@@ -371,7 +371,7 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the contents of a file atomically. If writing raises OSError, the file is unchanged."""
-    from megatron.core.fsync import whole_file  # not at the top, because contestants may use another `megatron`
+    from megatron.core.fsync import whole_file  # imported here, because contestants may use another `megatron`
 
     with whole_file(path) as new:
         new.write_text(text)

@@ -10,9 +10,8 @@ revision.
 A cell is a group of programs (contestants) that are compared. The contestants run in separate processes, and their
 rounds are interleaved. research/speed.py adds other programs to the cells.
 
-In the cells that train in one process, each step includes the optimizer step. The speed of these contestants is
-compared with an upper limit: a step that consists only of the forward and backward GEMMs of the linear layers and the
-output layer, in the same precision.
+In single-process cells, a step includes the optimizer step. The speed is compared with an upper limit: the speed of the
+forward and backward GEMMs of the linear layers and the output layer alone, in the same precision.
 
 The TP, PP and DP cells train 8 micro-batches of one sequence per step in float32 on single-threaded gloo processes.
 The TP, PP and DP contestants are compared with one process that has as many threads as all of their processes together.
@@ -214,8 +213,7 @@ class Cell:
 
     unit: str = "tokens/s"
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Comparisons with contestants other than the baseline: a dict from the name of a contestant to the names of the
-    contestants with which it is also compared."""
+    """Dict from a contestant to further contestants with which it is compared, besides the baseline."""
 
     @property
     def ours(self) -> list[Contestant]:
@@ -382,7 +380,7 @@ def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Rou
     for module in (megatron, theirs):
         assert module.__file__ is not None and module.__file__.startswith(str(checkout)), module.__file__
     step = theirs.own_step(list(argv))
-    sys.modules[timed.__module__] = own  # requests for rounds arrive through this module
+    sys.modules[timed.__module__] = own  # the parent process requests rounds from this module
     return timed(step, steps, tokens)
 
 

@@ -43,7 +43,7 @@ class StandIn(ModuleType):
 def parser_of(checkout: Path) -> argparse.ArgumentParser:
     """Return the argument parser of a Megatron-LM checkout. Raises ImportError if a module of the checkout itself is
     missing."""
-    sys.path[0] = str(checkout)  # Replace the folder of this file in the path.
+    sys.path[0] = str(checkout)  # This entry was the folder of this file.
     stand_ins: dict[str, StandIn] = {}
     while True:
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:

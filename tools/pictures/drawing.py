@@ -122,9 +122,9 @@ def curves(
     size: tuple[float, float] = (4.9, 2.5),
     along: str = "iteration",
 ) -> Figure | None:
-    """Draw a chart of the series over iterations, or over the quantity `along`. Return None if no series has a value
-    that can be drawn. If `zero` is true, the vertical axis begins at 0. `text` formats the values on the vertical axis.
-    If `text` formats bytes, ticks are at powers of two."""
+    """Draw a chart of the series. The horizontal axis shows iterations or the quantity named by `along`. Return None if
+    no series has a value that can be drawn. If `zero` is true, the vertical axis begins at 0. `text` formats the values
+    on the vertical axis. If `text` formats bytes, ticks are at powers of two."""
     finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:

@@ -261,7 +261,7 @@ def timeline(run: RunFolder) -> Markup:
 
 def goodput(run: RunFolder) -> Markup:
     """Show how the wall time of all starts of the run was used, together with the logged goodput."""
-    from megatron.extensions.observe.goodput import accounts  # a run without --log-goodput does not need the extension
+    from megatron.extensions.observe.goodput import accounts  # only needed for runs with --log-goodput
 
     found = accounts.last_account(run.events)
     if found is None:
@@ -353,8 +353,7 @@ RECOVERY = {
     "from": "source",
     "why": "why",
 }
-"""Columns of the table of recoveries: a dict from the heading of each column to the key of the value in a `recovery`
-event."""
+"""Dict from the heading of each column in the table of recoveries to the key of a `recovery` event."""
 
 
 def recoveries(run: RunFolder) -> Markup:
@@ -373,8 +372,7 @@ AUDIT = {
     "times": "disagreements",
     "cause": "cause",
 }
-"""Columns of the table of audits: a dict from the heading of each column to the key of the value in an `audit`
-event."""
+"""Dict from the heading of each column in the table of audits to the key of an `audit` event."""
 
 
 def audits(run: RunFolder) -> Markup:

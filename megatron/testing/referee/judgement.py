@@ -227,8 +227,8 @@ def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
 
 
 def _share(batch: Batch, chosen: Sequence[slice], by_sample: bool) -> float:
-    """Return the fraction of the tokens that the loss mask selects in the chosen samples. If `by_sample` is False,
-    `chosen` selects positions in all samples instead."""
+    """Return the number of unmasked tokens in the chosen samples, as a fraction of all unmasked tokens in the batch. If
+    `by_sample` is False, `chosen` contains ranges of positions instead of samples."""
     masks = [batch.loss_mask[each] if by_sample else batch.loss_mask[:, each] for each in chosen]
     return sum(float(mask.sum()) for mask in masks) / float(batch.loss_mask.sum())
 

@@ -135,7 +135,8 @@ def samples_of_run(config: RunConfig) -> int | None:
     """Return the number of samples in a run if the flags give its length in samples or tokens. If both lengths are
     given, the shorter one applies.
 
-    Return None if the flags give the length in iterations, or give no length, so that the run is one epoch.
+    Return None if the flags give the length in iterations, or if they give no length. A run without a given length is
+    one epoch.
     """
     training = config.training
     if training.train_tokens is None or config.model.seq_length < 1:

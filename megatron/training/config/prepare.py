@@ -137,7 +137,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         raise SystemExit(line.command.run(run))
     problems += too_short_a_job(config, os.environ)
     if problems:
-        if launch.rank == 0:  # a run that can start prints its notes later
+        if launch.rank == 0:  # a run without problems notices missing files later
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config

@@ -132,7 +132,7 @@ def plain(node: Node) -> Plain:
     """Convert a YAML node to None, a bool, a string, or a list of strings. Numbers remain strings, which the caller
     converts to the types of configuration fields.
 
-    Return an empty mapping for a mapping, and for a list that contains lists or mappings.
+    A mapping, or a list that contains lists or mappings, is not a plain value. Return an empty mapping in this case.
     """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [item.value for item in node.value]

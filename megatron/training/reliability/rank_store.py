@@ -389,8 +389,7 @@ class Board:
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
-        """Parse the report of a failure. The number of the reporting rank has no upper bound, because the reporting
-        rank may belong to a larger world than this rank."""
+        """Parse the report of a failure. The reporter's world may be larger than this rank's."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"rank {failure.reporter} or exit code {failure.code} is out of range")

@@ -59,7 +59,8 @@ class UpcyclingFlags:
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
-    """Check that the experts of each token can include all parts into which an MLP is divided."""
+    """Check that each MLP can be divided into `granularity` experts, and that each token can be sent to all of these
+    experts."""
     name = "--moe-upcycling-granularity"
     assert m.num_experts is not None
     for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):
@@ -74,9 +75,9 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """Yield the settings with which a model whose experts are copies of an MLP may compute different outputs than the
-    dense model. Each setting is a tuple of the flag, the value of the flag, whether the setting is used in this run,
-    and the effect on the outputs of experts."""
+    """Yield settings of the router that may make the outputs of the MoE model differ from the outputs of the dense
+    model, although each expert is a copy of an MLP. Each setting is a tuple of the flag, the value of the flag, whether
+    the setting is used in this run, and the effect on the outputs of experts."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")
