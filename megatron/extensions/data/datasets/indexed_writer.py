@@ -103,7 +103,7 @@ class IndexedDatasetBuilder:
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
         """Append several documents, each of which is a single sequence. `tokens` is the concatenation of the documents,
-        and `lengths` contains their lengths."""
+        and `lengths` contains the length of each document."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)

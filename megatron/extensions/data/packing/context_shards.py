@@ -118,8 +118,8 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """Return the fastest division. If several divisions are about equally fast, return the one among them that sends
-    the fewest keys; ties are broken in favor of earlier divisions."""
+    """Return the fastest division. If several divisions are about equally fast, return the division that sends the
+    fewest keys. Ties are broken in favor of earlier divisions."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
     fair = [place for place, each in enumerate(scores) if each.time <= EQUAL * least]

@@ -35,7 +35,7 @@ class Imbalance(NamedTuple):
 
 
 class Divider:
-    """Callable that divides micro-batches over context-parallel ranks. It implements the protocol
+    """Callable that divides micro-batches over context-parallel ranks. The class implements the protocol
     `megatron.core.attention.tiles.DividesSequences`. If `hybrid` is True, documents with at most `longest` tokens stay
     on one rank. If `longest` is None, the limit with the lowest estimated cost is used. Groups of `inner` adjacent
     ranks exchange attention heads, so that all ranks of a group have the same work. Work therefore only has to be

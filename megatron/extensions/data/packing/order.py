@@ -43,7 +43,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def joined(cls, parts: list[Packed]) -> Packed:
-        """Concatenate several `Packed` objects, such as those of several windows."""
+        """Concatenate several `Packed` objects, for example one object per window."""
         before = np.cumsum([0, *(len(part.documents) for part in parts)])
         ends = [part.ends + first for part, first in zip(parts, before, strict=False)]
         fields = zip(*(part[1:] for part in parts), strict=True)

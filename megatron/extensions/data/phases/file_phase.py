@@ -61,7 +61,7 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
     """Return the parts of documents that remain in a segment after its first `taken` samples. One process per node
-    computes them and caches them in index files."""
+    computes these parts and caches them in index files."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))

@@ -68,8 +68,8 @@ def library(module: str, extra: str) -> ModuleType:
 
 
 def chosen_key(wanted: str, names: Collection[str]) -> str:
-    """Return the name of the column that contains the documents. This is the column that --text-key names, which is
-    "text" by default. If --text-key is not set and there is no column "text", it is a column of token ids."""
+    """Return the name of the column that contains the documents. --text-key names this column, and its default is
+    "text". If --text-key is not set and there is no column "text", return the name of a column of token ids."""
     if wanted in names:
         return wanted
     for key in TOKEN_KEYS if wanted == DEFAULT_KEY else ():

@@ -138,7 +138,8 @@ def describe_tokens(
     digests: Mapping[str, str],
     bad: Sequence[str],
 ) -> None:
-    """Write a description of the tokens into their folder: inputs, skipped records, and checksums.
+    """Write a description of the tokens into the folder of the tokens. It contains the inputs, the skipped records, and
+    checksums.
 
     Args:
         folder: Folder of the tokens.

@@ -226,7 +226,7 @@ def is_text(path: str) -> bool:
 
 
 def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
-    """Yield all files below a folder, including those in folders that symbolic links point to.
+    """Yield all files below a folder, including files in folders that symbolic links point to.
 
     If several paths lead to the same folder, the folder is visited once, preferably by a path without symbolic links.
     For each other path to the folder, `left_out` is called with two arguments: the path that is skipped and the path

@@ -15,8 +15,8 @@ def _integer(digits: str) -> int | Decimal:
 
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
-"""JSON decoder without a limit on the length of integers. It is slower than `json.loads`, which rejects integers with
-more than 4,300 digits, and is therefore used only for these integers."""
+"""JSON decoder without a limit on the length of integers. `json.loads` is faster, but rejects integers with more than
+4,300 digits. This decoder is used only for texts that `json.loads` rejects."""
 
 
 def from_json(text: str) -> object:

@@ -203,8 +203,8 @@ class TextData:
             )
 
     def _workers(self, size: int) -> int:
-        """Return the number of processes that tokenize. This is --tokenizer-workers if the flag is set. Otherwise, it
-        is 1 for small inputs and the number of cores for large inputs."""
+        """Return the number of processes that tokenize. If --tokenizer-workers is set, return its value. Otherwise,
+        return 1 for small inputs and the number of cores for large inputs."""
         if self.options.tokenizer_workers is not None:
             return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))

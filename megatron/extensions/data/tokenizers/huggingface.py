@@ -32,7 +32,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 MOST_IDS = 1 << 24
-"""Upper bound for token ids. It is about sixty times the size of the largest vocabularies in use."""
+"""Upper bound for token ids. The bound is about sixty times the size of the largest vocabularies in use."""
 
 
 MOST_GROWTH = 1000

@@ -1,1 +1,1 @@
-"""This extension has no flags. It registers each checkpoint format as a path kind; see `formats.Format`."""
+"""This extension has no flags. The module registers each checkpoint format as a path kind; see `formats.Format`."""

@@ -137,8 +137,8 @@ class Source(ABC):
     """Progress of the run that saved the weights, or None if the source does not record it."""
 
     merged: Mapping[str, object] | None = None
-    """Description of the merged checkpoints, which is stored in the metadata of the output. It consists of JSON types,
-    and is None if no checkpoints were merged."""
+    """Description of the merged checkpoints, which is stored in the metadata of the output. The description consists of
+    JSON types, and is None if no checkpoints were merged."""
 
     def training(self) -> TrainingState | None:
         """Return the training state, or None if the source has no training state. Raises ValueError if the training

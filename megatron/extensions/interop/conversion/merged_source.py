@@ -40,7 +40,7 @@ class MergedSource(Source):
     the last model's configuration is used. The tokenizer files are taken from the last model that has tokenizer files.
 
     The constructor raises ValueError if the models in `parts` have different parameters, or would compute different
-    outputs from equal parameters. Reading a tensor raises ValueError if it contains NaN or infinite values.
+    outputs from equal parameters. Reading a tensor raises ValueError if the tensor contains NaN or infinite values.
     """
 
     def __init__(self, parts: Sequence[Part], merged: dict[str, object], with_state: bool) -> None:

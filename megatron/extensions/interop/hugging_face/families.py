@@ -33,8 +33,8 @@ class Rule:
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """Layout that converts between the Hugging Face tensors and the parameter. It is either the name of an entry in
-    `named_layouts`, or a custom `Layout` object."""
+    """Layout that converts between the Hugging Face tensors and the parameter. The layout is either the name of an
+    entry in `named_layouts`, or a custom `Layout` object."""
 
 
 class Adapter(ABC):
@@ -102,8 +102,8 @@ class Family:
     """Quantization methods whose weights can be read, named as in config.json."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Maps alternative spellings of parts of tensor names, which occur in some files, to the spellings in the family's
-    rules."""
+    """Some files contain alternative spellings of parts of tensor names. This dict maps these spellings to the
+    spellings in the family's rules."""
 
     left_out: Sequence[str] = ()
     """Name prefixes of tensors to ignore, because the transformers model class has no modules for these tensors."""
@@ -127,8 +127,8 @@ class Family:
     """Key of config.json that contains the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that are read but never written to a config.json. They only matter for an older config.json that lacks newer
-    keys."""
+    """Keys that are read but never written to a config.json. These keys matter only for an older config.json that lacks
+    newer keys."""
 
     layers_each: int = 1
     """Number of layers in this program's model that correspond to one layer in config.json."""
@@ -150,8 +150,8 @@ class Family:
     shared expert's width instead."""
 
     adapters: Sequence[Adapter] = ()
-    """Adapters that read and write keys which the family's tables cannot translate, in the order in which they are
-    called.
+    """Adapters that read and write the keys that the family's tables cannot translate. The adapters are called in the
+    order of this sequence.
 
     In a family file, adapters are listed by their names in `config_json.adapters.ADAPTERS`. The entry "like" inserts
     the adapters of the base that the file extends.
@@ -199,7 +199,7 @@ class Family:
     """Maps config.json keys to translation tables. Each table maps the supported values of the key to values of the
     corresponding TransformerConfig field.
 
-    If several config.json values map to the same field value, the first of them is written.
+    If several config.json values map to the same field value, the first of these config.json values is written.
     """
 
     file: str = "an extension"
@@ -219,8 +219,8 @@ code, a family is registered as follows:
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values that mean that a config.json key is not set. The transformers class then computes its value from other
-keys."""
+"""Values that mean that a config.json key is not set. The transformers class then computes the value of the key from
+other keys."""
 
 
 def usual_names(family: Family) -> dict[str, str]:

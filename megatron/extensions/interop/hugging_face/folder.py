@@ -99,8 +99,8 @@ def _open_shards(folder: Path, index: str, read: Callable[[Path], Mapping[str, S
 
 
 class _BinFiles:
-    """Files that torch.save wrote. They are loaded with `weights_only`, and are memory-mapped if possible. Only one
-    file is open at a time."""
+    """Files that torch.save wrote. The files are loaded with `weights_only`, and are memory-mapped if possible. Only
+    one file is open at a time."""
 
     def __init__(self) -> None:
         self._open: tuple[Path, dict[str, Tensor]] | None = None

@@ -1,6 +1,6 @@
 """Conversion source and target for Hugging Face folders.
 
-`compare_logits` checks a conversion by comparing the fp32 logits of the transformers model with those of the
+`compare_logits` checks a conversion: it compares the fp32 logits of the transformers model with the fp32 logits of the
 checkpoint.
 """
 

@@ -33,8 +33,8 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """Class in `PATH_KINDS` that recognizes Hugging Face model folders. It implements the protocols `StatesFlags`,
-    `LoadsModels` and `Format`."""
+    """Class in `PATH_KINDS` that recognizes Hugging Face model folders. The class implements the protocols
+    `StatesFlags`, `LoadsModels` and `Format`."""
 
     format = "hf"
     usual = True

@@ -72,9 +72,9 @@ def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
     """Return the configuration of the text model in a config.json, and the prefix of the names of the text model's
     weights.
 
-    The configuration of a multimodal model contains the configuration of its text model, which is returned. If the
-    model is not multimodal, its configuration is returned unchanged. Raises ValueError if the configuration of the text
-    model is missing.
+    If the model is multimodal, its configuration contains the configuration of the text model. The function returns
+    this inner configuration. If the model is not multimodal, its configuration is returned unchanged. Raises ValueError
+    if the configuration of the text model is missing.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MULTIMODAL:

@@ -6,7 +6,7 @@ one tensor at a time.
     the rest  the elements of the tensors, row-major, without gaps
 
 The safetensors package maps files into memory, so a process that has read a whole file keeps all of it in memory. This
-module keeps only the slice that it reads or the tensor that it writes.
+module keeps in memory only the slice that it reads or the tensor that it writes.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class HFWeights:
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
     mismatches. The number of multi-token prediction modules in the files may differ from the number in the model. Only
-    modules that exist in both are read.
+    modules that exist both in the files and in the model are read.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -356,7 +356,7 @@ class Mxfp4Experts:
 
 def with_mxfp4(tensors: Mapping[str, Sliceable]) -> dict[str, Sliceable]:
     """Return the tensors of a file, in which every MXFP4 tensor is dequantized. An MXFP4 tensor is stored as two
-    tensors, blocks and scales, which are replaced by a single tensor."""
+    tensors, blocks and scales. In the result, a single tensor replaces these two tensors."""
     pairs = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
     whole = [name for name in pairs if name + SCALES in tensors]
     parts = {name + ending for name in whole for ending in (BLOCKS, SCALES)}

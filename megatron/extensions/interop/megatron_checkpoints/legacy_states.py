@@ -154,8 +154,8 @@ def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
 
 def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield one list for each buffer of a model chunk. The list contains the buffer's parameters, which all have the
-    same dtype. If `experts` is True, only expert parameters are included. If it is False, only dense parameters are
-    included. If it is None, all parameters are included."""
+    same dtype. If `experts` is True, only expert parameters are included. If `experts` is False, only dense parameters
+    are included. If `experts` is None, all parameters are included."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, weight in chunk.items():
         if experts is None or experts == is_expert(name):

@@ -244,7 +244,7 @@ def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _with_value(config: RunConfig, name: str) -> str:
-    """Return a flag followed by its value. If `name` is a Boolean flag or not a flag at all, it is returned
+    """Return a flag followed by its value. If `name` is a Boolean flag or not a flag at all, `name` is returned
     unchanged."""
     flag, _ = spelling_table().get(name, (None, True))
     return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"

@@ -82,7 +82,7 @@ class Way:
     shape: tuple[int, ...] = ()
     """Shape of each tensor that forms the parameter, as stored in the files of one rank."""
     layer: int | None = None
-    """Index of the layer along the first dim, if the tensors of several layers are stacked. None if they are not
+    """Index of the layer along the first dim, if the tensors of several layers are stacked. None if the tensors are not
     stacked."""
     transposed: bool = False
     """True if one tensor contains all experts as [experts, input channels, output channels]."""

@@ -11,7 +11,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 class MegatronLM(ForeignFlags):
-    """Translator of Megatron-LM's flags. It also warns about known differences in results."""
+    """Translator of Megatron-LM's flags. The translator also warns about known differences between the results of
+    Megatron-LM and of this program."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         return differences_met(config, given)

@@ -24,7 +24,7 @@ and "FLAG VALUE", where VALUE is its first value."""
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between the results of this program and those of Megatron-LM."""
+    """Difference between the results of this program and the results of Megatron-LM."""
 
     subject: str
     here: str

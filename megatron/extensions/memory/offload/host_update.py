@@ -76,7 +76,7 @@ class CopyQueue:
 
 class Slots:
     """Host buffers (slots), which successive chunks of gradients or parameters use in turn. Each buffer is a tensor
-    [elements]. An event for each buffer marks the end of the last copy from or to it."""
+    [elements]. For each buffer, an event marks the end of the last copy from or to the buffer."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]

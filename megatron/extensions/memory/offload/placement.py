@@ -13,7 +13,7 @@ HOST_CHUNK = 2**23
 are copied to the host."""
 
 HOST_SLOTS = 2
-"""Number of slots, which are host buffers for one chunk of gradients or parameters each. With two slots, one chunk is
+"""Number of host buffers (slots). Each slot holds one chunk of gradients or parameters. With two slots, one chunk is
 updated while the other is copied."""
 
 
@@ -36,6 +36,6 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
 
 
 def host_slots(sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the number of slots, which are host buffers, and the number of elements per slot. `sizes` contains the
-    sizes of the ranges that are copied through the slots."""
+    """Return the number of host buffers (slots), and the number of elements per slot. `sizes` contains the sizes of the
+    ranges that are copied through the slots."""
     return min(HOST_SLOTS, len(sizes)), max(sizes, default=0)

@@ -143,8 +143,8 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the forward pass of one part of the stage. It creates a `Part` object if the part is
-        offloaded. On exit, the context manager frees the device tensors that the previous part saved."""
+        """Context manager for the forward pass of one part of the stage. The context manager creates a `Part` object if
+        the part is offloaded. On exit, the context manager frees the device tensors that the previous part saved."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -226,8 +226,8 @@ class Part:
 
 
 class _View(NamedTuple):
-    """Placeholder that autograd keeps instead of a saved tensor. It describes the tensor as a view of an offloaded
-    storage."""
+    """Placeholder that autograd keeps instead of a saved tensor. The placeholder describes the tensor as a view of an
+    offloaded storage."""
 
     moved: _Moved
     dtype: torch.dtype

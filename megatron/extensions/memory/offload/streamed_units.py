@@ -196,7 +196,7 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            # The sum is fetched into this rank's slice of the gradient buffer, which is free after the reduction.
+            # The sum is fetched into this rank's slice of the gradient buffer. This slice is free after the reduction.
             total = self.grads.chunk(self.axis.size)[self.axis.rank]
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)

@@ -89,9 +89,9 @@ class ClipsLogits(Callback):
 
 
 def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
-    """Return factors [groups/tp, rows] for the rows of a projection. `eta` [heads/tp] contains a factor for each head,
-    at most 1, which would reduce the largest logit of the head to the threshold. The product of the returned query and
-    key factors is at most the eta of the head.
+    """Return factors [groups/tp, rows] for the rows of a projection. `eta` [heads/tp] contains one factor per head,
+    which is at most 1. Multiplied by this factor, the largest logit of the head would not exceed the threshold. The
+    product of the returned query and key factors is at most the eta of the head.
 
     Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta of
     the group. A key that all heads share is not scaled; in this case, the queries are multiplied by eta.

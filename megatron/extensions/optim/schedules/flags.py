@@ -21,8 +21,8 @@ STYLE = "pieces"
 """Value of --lr-decay-style that selects a piecewise schedule."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
-"""Values of --lr-decay-style that can be combined with --lr-schedule, which replaces them: the default, the style of
-training phases without a separate learning rate, and "pieces"."""
+"""Values of --lr-decay-style that --lr-schedule may replace: the default, the style of training phases without a
+separate learning rate, and "pieces"."""
 
 NOT_ROUNDED = 0.01
 """Tolerance for the rounding of lengths. A warning is printed if more than this fraction of a schedule is not covered

@@ -61,8 +61,8 @@ class Piece:
     shape: str
     length: Length
     to: float | None = None
-    """Learning rate at the end of the piece, as a multiple of the peak learning rate. If it is None, a warm-up ends at
-    the peak, and a decay ends at --min-lr."""
+    """Learning rate at the end of the piece, as a multiple of the peak learning rate. If `to` is None, a warm-up ends
+    at the peak, and a decay ends at --min-lr."""
 
     exponent: float | None = None
     """Exponent e of the shape "power", whose learning rate is proportional to n^e after n consumed samples; None for

@@ -1,5 +1,5 @@
-"""Execution of steps that begin before the previous step ends. This module contains the training step and the pipeline,
-which keeps the state of passes of the next step until that step begins."""
+"""Execution of steps that begin before the previous step ends. This module contains the training step and the pipeline.
+If passes of the next step have already run, the pipeline keeps their state until the next step begins."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
 @dataclass(frozen=True)
 class TwoVersions:
-    """Setting that `--pipeline-schedule 2bw` passes to other components of a run. The user cannot set it by a flag."""
+    """Setting that `--pipeline-schedule 2bw` passes to other components of a run. No flag sets this value."""
 
     kept: bool = False
 

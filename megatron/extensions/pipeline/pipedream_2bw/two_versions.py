@@ -81,8 +81,8 @@ class LateOptimizer(DistributedOptimizer):
         """True if the result of the next call of `step` is read before the call after it, for example to log the
         loss."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """Second memory location of each parameter buffer. Initially, it is used for the parameters before the last
-        update, and is filled with NaN until a checkpoint is loaded or `start` is called."""
+        """Second memory location of each parameter buffer. Initially, this location is used for the parameters before
+        the last update. It is filled with NaN until a checkpoint is loaded or `start` is called."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)

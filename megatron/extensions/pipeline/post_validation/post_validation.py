@@ -54,7 +54,7 @@ class RollbackCopies:
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
         """Copy the current values of `tensors`, and of the additional tensors in `further`. Each call allocates new
-        memory for the copies of `further`, which should therefore be small."""
+        memory for the copies of `further`, so these tensors should be small."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
@@ -133,8 +133,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
     def likely_to_stand(self) -> bool:
         """Return True if the previous step was neither clipped nor skipped. After a clipped or skipped step, the next
-        step will probably be clipped or skipped too. The caller should then wait for the norm, which costs less than
-        rolling back an update."""
+        step will probably be clipped or skipped too. The caller should then wait for the norm, because waiting costs
+        less than rolling back an update."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 

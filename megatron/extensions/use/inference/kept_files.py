@@ -57,8 +57,9 @@ def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
     """Return a tokenizer configuration whose files exist. `config` is the configuration of the run that saved its
-    checkpoints in the folder `checkpoints`. If its tokenizer files no longer exist, their paths are replaced by the
-    paths of the copies. If there are no copies either, `config` is returned unchanged."""
+    checkpoints in the folder `checkpoints`. If the tokenizer files of the run no longer exist, the paths in the
+    configuration are replaced by the paths of the copies. If there are no copies either, `config` is returned
+    unchanged."""
     if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):

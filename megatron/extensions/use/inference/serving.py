@@ -56,7 +56,7 @@ class EngineLoop:
         """Number of requested texts that are not complete yet, and the lock that protects this number."""
         self.stopping = threading.Event()
         self.failure: str | None = None
-        """Reason why the engine failed. None if it has not failed."""
+        """Reason why the engine failed. None if the engine has not failed."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
         """Submit a job. This method may be called from any thread.

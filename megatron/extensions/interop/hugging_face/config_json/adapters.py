@@ -2,9 +2,9 @@
 "adapters". This module does not import torch.
 
 `read` receives two dicts: the TransformerConfig fields that the family's tables provide, and the values of config.json
-under the family's names. It returns these fields together with the fields that it computes from the adapter's own keys.
-It raises ValueError for unsupported values. `write` receives the config.json keys from the tables, adds the adapter's
-own keys, and returns all of them. Adapters are called in the order in which the family file lists them.
+under the family's names. `read` returns these fields together with the fields that it computes from the adapter's own
+keys. `read` raises ValueError for unsupported values. `write` receives the config.json keys from the tables, adds the
+adapter's own keys, and returns all of them. Adapters are called in the order in which the family file lists them.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class RotaryBasesByLayer(Adapter):
 
 class RotaryBaseOfAttention(Adapter):
     """Adapter for the rotary base in DBRX's attention settings. If config.json also contains a rotary base outside
-    these settings, both must be equal."""
+    these settings, the two rotary bases must be equal."""
 
     key = "attn_config.rope_theta"
 

@@ -14,9 +14,9 @@ OF_LAYERS = "per_layer_config"
 
 class WidthsOfGlobalHeads(Adapter):
     """Adapter for the head width and the number of query groups in layers without a sliding window. Older files store
-    these two values under separate keys of config.json. Newer files store them for each layer without a sliding window.
-    This adapter reads the values of the last layer, and `_of_single_layers` checks that all other layers without a
-    sliding window have the same values."""
+    these two values under separate keys of config.json. Newer files store the two values for each layer without a
+    sliding window. This adapter reads the values of the last layer, and `_of_single_layers` checks that all other
+    layers without a sliding window have the same values."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)

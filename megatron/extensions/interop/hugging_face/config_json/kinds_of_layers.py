@@ -111,7 +111,7 @@ class ConvolutionsAndWindows(Adapter):
 
 class KimiHeadsOfModel(Adapter):
     """Adapter for the Kimi Delta Attention of Ling 3.0. In this model, Kimi Delta Attention layers have as many heads
-    as the other attention layers, and their decays may have a lower bound."""
+    as the other attention layers. The decays in Kimi Delta Attention may have a lower bound."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]

@@ -115,7 +115,7 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
 
 def _may_be_proportional(family: Family) -> bool:
     """Return True if models of a family may use proportional rotary frequencies. This is the case if the family's
-    default configuration uses them."""
+    default configuration uses proportional rotary frequencies."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
@@ -176,7 +176,7 @@ def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tup
     config.json, `key` lists one value per layer.
 
     Layers whose value in this list equals `without` are ignored. If the model has no layers with full attention, the
-    first value is None. If it has no layers with a sliding window, the second value is None.
+    first value is None. If the model has no layers with a sliding window, the second value is None.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

@@ -115,8 +115,9 @@ def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: obj
     """Return True if continued training may set a model field to `value`, although the field of the folder's model has
     a different value.
 
-    A run may have a larger vocabulary size than the folder's model, which adds tokens to the model. With a
-    NullTokenizer, any --vocab-size is accepted here, because this tokenizer may add tokens to the vocabulary later.
+    A run may have a larger vocabulary size than the folder's model. The additional tokens are then added to the model.
+    With a NullTokenizer, any --vocab-size is accepted here, because this tokenizer may add tokens to the vocabulary
+    later.
     """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (

@@ -115,7 +115,7 @@ class Generation:
 
 
 class Engine:
-    """Engine that generates the texts of many requests at once. It runs on the leader rank of a `StageRunner`.
+    """Engine that generates the texts of many requests at once. The engine runs on the leader rank of a `StageRunner`.
 
     At most `rows` texts are generated at the same time. If all rows are occupied, further requests wait in a queue
     until a row becomes free. A forward pass over several prompts reads at most `prefill_tokens` tokens, including

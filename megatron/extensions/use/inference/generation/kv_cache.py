@@ -16,8 +16,8 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""The number of columns in the cache is always a multiple of `GROWTH`. If the cache needs more columns, their number is
-increased by at least 50%."""
+"""The number of columns in the cache is always a multiple of `GROWTH`. If the cache needs more columns, the number of
+columns is increased by at least 50%."""
 
 
 class KeyValueCache:

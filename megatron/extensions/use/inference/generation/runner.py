@@ -43,7 +43,7 @@ class Pass:
 
     prompt_logprobs: int | None = None
     """If not None, the pass must cover a single row and returns the log-probability of each prompt token except the
-    first. At each position, it also returns the log-probabilities of the `prompt_logprobs` most likely tokens."""
+    first. At each position, the pass also returns the log-probabilities of the `prompt_logprobs` most likely tokens."""
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        # `last` is the index of the last token that is not excluded. It limits the choice, because rounding could
-        # select an excluded token after it. If the probabilities are NaN, `last` is -1, and the choice becomes 0.
+        # `last` is the index of the last token that is not excluded. `last` limits the choice, because rounding could
+        # select an excluded token after `last`. If the probabilities are NaN, `last` is -1, and the choice becomes 0.
         last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
