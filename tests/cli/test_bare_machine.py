@@ -1,4 +1,4 @@
-"""Training requires only torch and numpy, so that it also runs on a GPU machine on which no packages can be
+"""Training requires only torch and numpy. It therefore also runs on a GPU machine on which no packages can be
 installed."""
 
 from __future__ import annotations

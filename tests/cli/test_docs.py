@@ -1,12 +1,12 @@
 """The commands in README.md and docs run unchanged.
 
-A single shell runs all blocks fenced as bash in order, in a copy of the repository. Commands that take a long time are
-fenced as text, and only their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without
-a language.
+A single shell runs all blocks that are fenced as bash, in their order, in a copy of the repository. Commands that take
+a long time are fenced as text, and only their flags are validated. Blocks that must not run, such as an sbatch line,
+are fenced without a language.
 
-Code blocks fenced as python are executed too. If a Python block is only a fragment, a comment before it contains the
-rest of the program. The comment consists of a line `<!-- python`, the program with a line BLOCK in place of the
-fragment, and a line `-->`.
+Code blocks that are fenced as python are also executed. If a Python block is only a fragment, a comment before it
+contains the rest of the program. The comment consists of a line `<!-- python`, the program with a line BLOCK in place
+of the fragment, and a line `-->`.
 """
 
 from __future__ import annotations

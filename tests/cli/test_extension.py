@@ -33,7 +33,7 @@ def test_a_run_with_custom_parts_is_stopped_resumed_and_used(tmp_path: Path) -> 
     said = run_forked(2, [*train, "--save", str(cut), "--own-patience", "5", "--pp", "2"], tmp_path / "screen")
     assert "exiting at iteration 6: patience is over" in said and "callback: checkpoint 6" in said
 
-    # If an option of an extension changes the computation, its value must be the same as in the checkpoint.
+    # If an option of an extension changes the computation, the option must have the same value as in the checkpoint.
     resume = ("pretrain_gpt.py", "--config", cut / "run_config.yaml", "--load", cut, "--pp", "1")
     done = run_program(*resume, "--own-decay", "0.5")
     assert done.returncode != 0

@@ -38,8 +38,8 @@ MODEL = (
 ).split()
 RATE = "1gbit"
 PATIENCE = 240.0
-"""Seconds without output from any host after which a run counts as hanging. The value is many times the duration of a
-step on an idle machine."""
+"""Seconds without output from any host after which a run is considered to be hanging. The value is many times the
+duration of a step on an idle machine."""
 
 LONGEST = 1800.0
 """Seconds after which a run that prints output but does not reach the expected state counts as failed."""
@@ -85,7 +85,8 @@ FAULTS = [
 
 @dataclass
 class Run:
-    """Training run on all hosts of a box (`tests.cluster.hosts.Box`). Each host runs scripts/train_gpt_elastic.sh."""
+    """Training run on all hosts of a simulated cluster (`tests.cluster.hosts.Box`). Each host runs
+    scripts/train_gpt_elastic.sh."""
 
     box: Box
     ranks: int
@@ -121,8 +122,8 @@ class Run:
         return [len(screen) for screen in self.screens()]
 
     def last_world(self, before: Sequence[int]) -> int:
-        """Return the largest number of ranks with which the run has started and logged a step since `marks` returned
-        `before`. Return 0 if no start has logged a step since then."""
+        """Return the largest number of ranks among the starts of the run that have logged a step since `marks` returned
+        `before`. Return 0 if there is no such start."""
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:

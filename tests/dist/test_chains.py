@@ -64,7 +64,7 @@ def shape_of(param: Tensor, metas: dict[int, ParamMeta]) -> tuple[int, ...]:
 
 
 class WholeShampoo(torch.optim.Optimizer):
-    """Shampoo for unsharded tensors [..., rows, columns], which computes matrix roots by SVD."""
+    """Implementation of Shampoo for unsharded tensors [..., rows, columns]. It computes matrix roots by SVD."""
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:

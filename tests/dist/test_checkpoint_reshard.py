@@ -85,8 +85,8 @@ def test_missing_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path) -> N
 
 
 def save_weights(rank: int, world_size: int, root: Path, iteration: int = 1, dies_in: tuple[str, str] | None = None):
-    """Save the weights. If `dies_in` is given, it is a pair (name of a function in `os`, path suffix), and rank 0 is
-    killed when it calls this function for a path that ends with the suffix."""
+    """Save the weights. `dies_in` is an optional pair (name of a function in `os`, path suffix). If the pair is given,
+    rank 0 is killed when it calls this function for a path that ends with the suffix."""
     if dies_in is not None and rank == 0:
         method, suffix = dies_in
         original = getattr(os, method)

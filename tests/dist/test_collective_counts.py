@@ -68,20 +68,20 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
-    """Return the number of bytes that a rank sends. All collectives except all-to-all use ring algorithms. In an
-    all-to-all, a rank sends every block except its own."""
+    """Return the number of bytes that a rank sends in the given collectives. All collectives except all-to-all use ring
+    algorithms. In an all-to-all, a rank sends every block except its own."""
     steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
 
 
 def all_reduce(nbytes: int, size: int) -> Call:
-    """Return the collective call that is expected for an all-reduce of `nbytes` bytes on CPU. Two ranks exchange their
-    operands by all-to-all instead."""
+    """Return the collective call that is expected for an all-reduce of `nbytes` bytes on CPU. If there are only two
+    ranks, they exchange their operands by an all-to-all instead."""
     return ("all_to_all", 2 * nbytes) if size == 2 else ("all_reduce", nbytes)
 
 
 def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: str) -> tuple[list[Call], list[Call]]:
-    """Return the collectives of one forward pass and of one backward pass."""
+    """Return the collectives that a model launches in one forward pass and in one backward pass."""
     config = replace(STYLES[style], num_layers=layers)
     parallel = ModelParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sp, **{dtype: True})
     model = GPTModel(config, parallel, initialize_model_parallel(size))

@@ -1,5 +1,5 @@
-"""Comparison of the function `adamw_` with torch's fused kernel. Training runs `adamw_` compiled, but these tests run
-it without compilation."""
+"""Tests that compare the function `adamw_` with torch's fused kernel. A training run compiles `adamw_`, but these tests
+run the function without compilation."""
 
 from __future__ import annotations
 

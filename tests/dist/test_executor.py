@@ -48,8 +48,8 @@ class FreedOnceSent:
 
 
 def run_pipeline(rank: int, world_size: int, schedule: str, m: int) -> tuple[list[Action], set[Kind], float]:
-    """Evaluate once, and then run one step. Return the executed actions, the kinds of actions that accumulated weight
-    gradients of linear layers, and the evaluation loss."""
+    """Evaluate a pipeline model once, and then run one training step. Return the executed actions, the kinds of actions
+    that accumulated weight gradients of linear layers, and the evaluation loss."""
     with running(flags_of(schedule, world_size, m), rank, world_size) as run:
         executor, ran, added_in = run.pipeline.executor, list[Action](), set[Kind]()
         found = summed_loss(run, run.data.valid[""], 0, 1, "valid")

@@ -2,8 +2,8 @@
 
 A run on CPU makes the same torch calls as a run on a GPU. These tests therefore run on CPU and record every operation
 that would make the host wait on a GPU: operations that read tensor values, that need tensor values to determine a
-shape, or that copy Python numbers to the device. `tests/gpu/test_host_waits.py` has torch itself report such operations
-on a GPU.
+shape, or that copy Python numbers to the device. In `tests/gpu/test_host_waits.py`, torch itself reports such
+operations on a GPU.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
 
 
 def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
-    """Record the third step. Return the places in the code at which the host waits, and the number of calls of each
-    torch operation."""
+    """Record the third training step of a run. Return the places in the code at which the host waits, and the number of
+    calls of each torch operation."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         run.interval = Interval()
         for _ in range(2):

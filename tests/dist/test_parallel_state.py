@@ -1,5 +1,5 @@
-"""Tests of process groups. They check the members of each group, and that all ranks take part in the creation of each
-group."""
+"""Tests of process groups. They check the members of each group, and they check that all ranks take part in the
+creation of each group."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Cross entropy over a sharded vocabulary, compared with torch's cross entropy over the whole vocabulary."""
+"""Tests that compare cross entropy over a sharded vocabulary with torch's cross entropy over the whole vocabulary."""
 
 from __future__ import annotations
 

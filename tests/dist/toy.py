@@ -83,7 +83,7 @@ def local_part(tensor: Tensor, meta: ParamMeta, state: ParallelState) -> Tensor:
 
 
 class ToyStage(nn.Module):
-    """Parameters of one pipeline rank."""
+    """Module that holds the parameters of one pipeline rank."""
 
     def __init__(self, state: ParallelState, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -160,8 +160,8 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False
 
 
 def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
-    """Reduce the gradients over all ranks, and scale this rank's part of every `main_grad` so that it becomes the
-    gradient of the mean loss per valid token."""
+    """Reduce the gradients over all ranks, and scale this rank's part of every `main_grad`. Afterwards, `main_grad`
+    contains the gradient of the mean loss per valid token."""
     ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
 
 

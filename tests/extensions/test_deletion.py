@@ -1,5 +1,5 @@
-"""Each built-in extension can be deleted: its flags disappear, errors for these flags name the extension, and runs give
-the same bits.
+"""Each built-in extension can be deleted: its flags disappear, errors for these flags name the extension, and the
+results of runs stay bit-identical.
 
 Each trial deletes several extensions. For all extensions A and B such that A does not need B, one trial deletes B and
 keeps A. In this trial, A fails if it imports or registers something of B without declaring B in `needs`. --whole tests

@@ -1,4 +1,4 @@
-"""User errors that can only be detected at start-up are printed once, without a traceback, and with exit code 2."""
+"""User errors that can only be detected at startup are printed once, without a traceback, and with exit code 2."""
 
 from __future__ import annotations
 

@@ -24,9 +24,8 @@ GLOO, SHARED_GPU, NCCL = Ranks(), Ranks("gloo", "cuda"), Ranks("nccl", "cuda")
 
 
 def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Return the backend and device for the test. They are NCCL and the first GPU, or gloo and the CPU if
-    `--nccl-on-one-gpu cpu` requests a trial run without a GPU. The fixture skips the test if --nccl-on-one-gpu is not
-    given."""
+    """Return the backend and device for the test. The function returns NCCL and the first GPU, or gloo and the CPU if
+    `--nccl-on-one-gpu cpu` requests a trial run without a GPU. It skips the test if --nccl-on-one-gpu is not given."""
     asked = request.config.getoption("--nccl-on-one-gpu")
     if asked is None:
         pytest.skip("needs --nccl-on-one-gpu")
@@ -38,7 +37,7 @@ def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
 
 
 def ranks_of(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
-    """Return `ranks` if this machine can run them; otherwise, skip the test."""
+    """Return `ranks` if this machine can run them. Otherwise, skip the test."""
     if ranks == NCCL:
         return nccl_ranks(request)
     if ranks.device == "cuda" and torch.cuda.device_count() == 0:

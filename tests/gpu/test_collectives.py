@@ -108,7 +108,7 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
 
 
 def expected(rank: int, size: int) -> dict[str, Tensor]:
-    """Return the expected results of a rank. They are computed from the operands of all ranks by the definitions of the
+    """Compute the expected results of a rank from the operands of all ranks, according to the definitions of the
     collectives."""
     found, ranks = dict[str, Tensor](), range(size)
     for dtype in DTYPES:

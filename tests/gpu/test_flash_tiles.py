@@ -61,7 +61,7 @@ def test_the_dropout_kernel_matches_its_definition(
 
 
 def test_masks_of_the_dropout_kernel_match_plain_torch() -> None:
-    """The dropout masks are equal bit by bit. All scores are equal and each value identifies its key. An output is
+    """The dropout masks are bit-identical. All scores are equal, and each value vector identifies its key. An output is
     therefore zero exactly where the weight of the corresponding key is dropped."""
     n, heads, width = 512, 4, 128
     q = torch.zeros(n, 2, heads, width, device="cuda", dtype=torch.bfloat16)

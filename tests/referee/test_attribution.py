@@ -1,4 +1,4 @@
-"""Tests of the attribution of wrong gradients to causes, using plain tensors."""
+"""Tests that use plain tensors to check how the referee attributes wrong gradients to causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The referee attributes a planted fault; `python -m tests.referee.planted` tests all faults."""
+"""The referee attributes a planted fault. `python -m tests.referee.planted` tests all faults."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: 
 
 
 def test_experts_stored_in_one_tensor_are_read(tmp_path: Path) -> None:
-    """The tensors weight1 [h, experts * 2 ffn] and weight2 [experts * ffn, h] are views of one tensor each, with shape
-    [experts, input channels, output channels]."""
+    """The tensors weight1 [h, experts * 2 ffn] and weight2 [experts * ffn, h] are views. Each of the two underlying
+    tensors has the shape [experts, input channels, output channels]."""
 
     def change(content: dict[str, Any]) -> None:
         model = content["model"]
@@ -121,8 +121,8 @@ OLD_NAMES = {
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 def test_models_older_than_megatron_core_are_read(version: float, interleaved: Path, tmp_path: Path) -> None:
-    """Old files have nested dicts and other names. Before version 2, each rank's q, k and v rows also have a different
-    order."""
+    """Old files contain nested dictionaries and use different parameter names. Before version 2, each rank's q, k and v
+    rows also have a different order."""
 
     def reordered(name: str, value: Tensor) -> Tensor:
         if ".query_key_value." not in name or version >= 2:

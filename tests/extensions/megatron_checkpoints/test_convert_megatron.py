@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py reads megatron-core checkpoints and refuses malicious and damaged ones."""
+"""tools/convert_checkpoint.py reads megatron-core checkpoints. The tool refuses malicious and damaged checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with megatron-core's tensor names and shapes are read and written without changing a bit."""
+"""A checkpoint with megatron-core's tensor names and shapes is bit-identical after it is read and written again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STATES = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", "optimi
 
 
 def as_they_save(name: str, folder: Path) -> Path:
-    """Save a checkpoint of iteration 1 with random values, as megatron-core does. The main parameters equal the
-    parameters."""
+    """Save a checkpoint of iteration 1 with random values, as megatron-core does. The main parameters are equal to the
+    model's parameters."""
     listing, checkpoint = LISTINGS[name], folder / "iter_0000001"
     draw = torch.Generator().manual_seed(0)
     tensors = {

@@ -1,4 +1,4 @@
-"""Tests of flags of Megatron-LM forks whose features are provided by this repository's examples."""
+"""Tests of flags of Megatron-LM forks. The features of these flags are provided by the examples in this repository."""
 
 from __future__ import annotations
 

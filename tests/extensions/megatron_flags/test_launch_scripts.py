@@ -1,4 +1,4 @@
-"""Tests of launch scripts that users of Megatron-LM and Megatron-DeepSpeed would write. The scripts run unchanged; the
+"""Tests of launch scripts that users of Megatron-LM and Megatron-DeepSpeed would write. The scripts run unchanged. The
 tests only append flags that make the model small."""
 
 from __future__ import annotations

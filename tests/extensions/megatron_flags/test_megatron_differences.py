@@ -18,8 +18,8 @@ from tools.translate_flags import TABLES, main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 MEETING = tomllib.loads(Path(__file__).with_name("differences_met.toml").read_text(encoding="utf-8"))
-"""Two examples of each difference between the programs, keyed by its subject: flags that the difference affects, and
-flags that it does not affect."""
+"""Two lists of flags for each difference between the programs, keyed by the subject of the difference. The difference
+affects the flags in the first list, but not the flags in the second list."""
 
 
 def subjects_met(flags: str) -> set[str]:
@@ -30,7 +30,7 @@ def subjects_met(flags: str) -> set[str]:
 
 
 def flags_in(table: object) -> set[str]:
-    """Return all flags and flag prefixes in a part of the tables, whether they are keys or values."""
+    """Return all flags and flag prefixes that occur as keys or values in a part of the tables."""
     if isinstance(table, dict):
         return {key.split()[0] for key in table if key.startswith("--")}.union(*map(flags_in, table.values()))
     if isinstance(table, list):

@@ -119,7 +119,7 @@ def test_megatrons_fused_head_is_the_loss_in_chunks() -> None:
 @pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("name", TABLE.entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each foreign flag is either an alias of a field, or causes a problem or a notice that begins with the flag."""
+    """Each foreign flag is either an alias of a field, or produces an error or a notice that begins with the flag."""
     entry = TABLE.entries[name]
     argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
     if isinstance(entry, Accepted):

@@ -1,4 +1,4 @@
-"""Under every layout, the noise scale equals its definition, which is computed from the norms of all gradients."""
+"""Under every layout, the noise scale equals the value that its definition gives for the norms of all gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def test_gaussian_gradients_have_the_known_noise_scale() -> None:
-    """The gradients have 50 elements with mean 0.1 and standard deviation 0.5: tr(S) / |G|^2 = 12.5 / 0.5 = 25."""
+    """The gradients have 50 elements with mean 0.1 and standard deviation 0.5. The noise scale is therefore tr(S) /
+    |G|^2 = 12.5 / 0.5 = 25."""
     draw, window = random.Random(1), Window(400)
     noise, signal = Coefficients.of_noise(2, 16), Coefficients.of_signal(2, 16)
     for _ in range(400):
@@ -67,8 +68,8 @@ def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[
 
 
 def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[list[list[float]], list[Tensor]]:
-    """Return the result of `measured`, and for each step the gradients [micro-batch, elements] that count towards the
-    noise scale."""
+    """Return the result of `measured`. Also return, for each step, the gradients [micro-batch, elements] that count
+    towards the noise scale."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         params = [param for param in run.ddp.params if counts(param.meta, config.model)]

@@ -1,5 +1,5 @@
-"""Measure saves and loads of a checkpoint, the wait for data at 1 Gbit/s, and a run whose object store is down for a
-while.
+"""Measure saves and loads of a checkpoint, the time that a run waits for data at 1 Gbit/s, and a run whose object store
+is temporarily down.
 
 python -m tests.extensions.object_storage.measure checkpoint [--ranks 2] [--hidden-size 256]
 unshare -n sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms &&
@@ -92,7 +92,8 @@ LOADED = r"\| checkpoint ([\d.]+) \|"
 
 
 def measure_checkpoint(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure saves and loads by the ranks of one host, using the local disk, S3, and S3 with the host's cache."""
+    """Measure how the ranks of one host save and load a checkpoint: on the local disk, on S3, and on S3 with the host's
+    cache."""
     size = ["--hidden-size", str(args.hidden_size), "--num-layers", "4", "--vocab-size", "8000"]
     flags = [*TINY.split(), *size, "--train-iters", "1"]
     local, cache = str(folder / "local"), ["--storage-cache", str(folder / "cache")]
@@ -113,7 +114,7 @@ def measure_checkpoint(port: int, folder: Path, args: argparse.Namespace) -> Non
 
 
 def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure the wait for data in a run that must fetch its data from the object store."""
+    """Measure how long a run waits for data if it must fetch the data from the object store."""
     random = np.random.default_rng(0)
     texts = (random.integers(0, 49, 4000).astype("<u2") for _ in range(args.documents))
     prefix = write_documents(folder / "data", texts)

@@ -85,7 +85,8 @@ class Faults:
     """Longest delay of a client's data, in seconds."""
 
     stall_after: float = inf
-    """Number of bytes after which the proxy stops reading one connection but keeps it open."""
+    """Number of bytes, counted over all connections, after which the proxy stops reading from one connection. The proxy
+    keeps this connection open."""
 
     down_until: float = 0.0
     """Value of `time.monotonic()` until which the proxy refuses connections."""

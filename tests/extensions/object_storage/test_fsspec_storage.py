@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptStorage]:
-    """Yield a storage with an empty bucket."""
+    """Yield an `AttemptStorage` for an empty bucket."""
     monkeypatch.setattr(LIMITS, "part_bytes", 5 << 20)
     with environment(credentials(port)):
         files = file_system()
@@ -314,7 +314,7 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     """In this test, a mock replaces the file systems of gcsfs and adlfs. `emulators.py` uses the real packages."""
 
     class Store:
-        """Mock of a file system of gcsfs or adlfs with one object, which is written only if its version has not
+        """Mock of a file system of gcsfs or adlfs with one object. The object is written only if its version has not
         changed."""
 
         base = "http://store/storage/v1/"

@@ -118,7 +118,7 @@ def test_cut_connections_change_no_token(corpora: list[Path], port: int) -> None
 
 
 def test_a_run_has_the_same_losses_as_with_local_data(corpora: list[Path], tmp_path: Path) -> None:
-    """Two ranks share the cache, and a resumed run reuses it."""
+    """Two ranks share the cache, and a resumed run reuses the cache."""
     flags = [*TINY.replace("--mock-data ", "").split(), "--train-iters", "6", "--log-interval", "1"]
     flags += ["--split", "90,10,0", "--num-workers", "2", "--storage-cache", str(tmp_path / "shared")]
     losses, screens = [], []

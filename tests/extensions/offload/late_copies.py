@@ -17,8 +17,8 @@ from megatron.extensions.memory.offload import host_update, streamed_units
 
 
 class LateQueue(host_update.CopyQueue):
-    """Queue in which each copy completes as late as its events allow, which is possible on a GPU's copy engine. Until a
-    copy completes, the target tensor of the copy contains wrong values."""
+    """Queue in which each copy completes as late as its events allow. The copy engine of a GPU may complete copies
+    equally late. Until a copy completes, the target tensor of the copy contains wrong values."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cpu"))

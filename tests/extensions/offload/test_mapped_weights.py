@@ -28,8 +28,8 @@ AWARE = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(1, "--bf16"), (2, f"--bf16 {AWARE} {ZERO3}"), (1, "--fp32")])
 def test_weights_in_files_train_to_the_same_bits(ranks: int, flags: str, tmp_path: Path) -> None:
-    """All results, including the gradient norm, are bit-identical to those of a run in memory. The folder lists no
-    files, because the files are created without names."""
+    """All results, including the gradient norm, are bit-identical to those of a run that keeps the weights in memory.
+    The folder lists no files, because the files are created without names."""
     argv = shlex.split(f"{MODEL} {flags} {STREAM}")
     memory = train_in_world(ranks, argv)
     files = train_in_world(ranks, [*argv, "--offload-weights-folder", str(tmp_path / "new")])
@@ -39,7 +39,8 @@ def test_weights_in_files_train_to_the_same_bits(ranks: int, flags: str, tmp_pat
 
 
 def _taken(rank: int, world_size: int, flags: str, folder: str) -> tuple[int, int]:
-    """Return two sizes in bytes: the disk space that was checked for, and the size of the created files."""
+    """Return two sizes in bytes: the free disk space that the run required, and the size of the files that it
+    created."""
     asked: list[int] = []
     taken: list[int] = []
     check, zeros = mapped_files.check_room, MappedFiles.zeros

@@ -57,8 +57,9 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_streamed_weights_train_to_the_same_bits(name: str) -> None:
-    """Loss, gradients, norm, weights, main parameters and moments of two steps are equal with and without streamed
-    weights, even if copies complete as late as possible and freed memory loses its values."""
+    """The test compares loss, gradients, gradient norm, weights, main parameters and moments of two steps with and
+    without streamed weights. They are equal even if copies complete as late as possible and freed memory loses its
+    values."""
     ranks, flags = RUNS[name]
     plain = train_in_world(ranks, shlex.split(MODEL + flags))
     with late_copies():
@@ -98,7 +99,7 @@ def test_few_units_are_on_the_device_and_the_next_one_is_copied_ahead() -> None:
     layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
     assert adds == 2 * ["output_layer", *layers, "embedding.word_embeddings"]
     second = len(events) - events[::-1].index(("add", "output_layer")) - 1
-    for name in layers:  # the accumulated gradient of a unit is fetched during the backward pass of the unit above it
+    for name in layers:  # the accumulated gradient of a unit is fetched during the preceding unit's backward pass
         fetched = events.index(("add", name), second)
         assert ("reduce", name) not in events[second:fetched]
         before = (["output_layer", *layers])[layers.index(name)]

@@ -1,5 +1,5 @@
-"""Under every layout, Muon makes the same updates as torch.optim.Muon in one process. Adam updates all other
-parameters."""
+"""Under every layout, Muon makes the same updates as torch.optim.Muon in one process. Adam updates the parameters that
+Muon does not update."""
 
 from __future__ import annotations
 

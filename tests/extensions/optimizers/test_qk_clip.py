@@ -1,4 +1,5 @@
-"""Tests of QK-Clip: the largest attention logit of each head, and how the weights of the head are clipped."""
+"""Tests of QK-Clip. They cover the computation of the largest attention logit of each head, and the clipping of the
+head's weights."""
 
 from __future__ import annotations
 

@@ -189,7 +189,8 @@ def break_a_sample(run: TrainingRun) -> None:
 
 
 def end_with_nan(rank: int, world_size: int, config: RunConfig) -> list[list[int]]:
-    """Save a non-finite step, and return the samples in each of this rank's micro-batches of that step."""
+    """Run one step whose loss is not finite, so that the run saves the step and raises an error. Return the samples in
+    each of this rank's micro-batches of the step."""
     with local_run(config, rank, world_size) as run:
         break_a_sample(run)
         step = run.progress.next_step(run.batch_sizes)

@@ -1,4 +1,5 @@
-"""Mutation tests of packing: each rule about order, lengths and work is broken on purpose, and its test must fail.
+"""Mutation tests of packing: each rule about order, lengths and work is broken on purpose, and the test of the rule
+must fail.
 
 `mutants.txt` lists further mutants, which the parity matrix must detect.
 """

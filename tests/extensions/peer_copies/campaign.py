@@ -65,7 +65,7 @@ def drawn_faults(moments: random.Random, ranks: int) -> list[Planned]:
 
 
 def drawn_flags(moments: random.Random, ranks: int) -> list[str]:
-    """Return the flags of a round."""
+    """Return randomly chosen flags for one round."""
     layout = moments.choice(LAYOUTS[ranks])
     if "strategy" not in layout:
         layout += f" --data-parallel-sharding-strategy {moments.choice(STRATEGIES)}"

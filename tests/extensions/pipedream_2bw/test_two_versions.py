@@ -1,5 +1,5 @@
-"""PipeDream-2BW computes W(t+1) = W(t) - lr g(W(t-1)) under every layout, without a bubble between steps, and after a
-resume."""
+"""PipeDream-2BW computes W(t+1) = W(t) - lr g(W(t-1)) under every layout, even after a run is resumed. There is no
+bubble between steps."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def drop_begun(run: TrainingRun) -> None:
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
-    """Compute the steps of `trained` in a plain loop. Each gradient is computed with the weights before the last
-    update, of which the loop keeps a copy."""
+    """Compute the steps of `trained` in a plain loop. Each gradient is computed with a copy of the weights before the
+    last update."""
     with running(argv, rank, world_size) as run:
         params = [param.data for param in run.ddp.params]
         before = [param.clone() for param in params]
@@ -193,8 +193,8 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
-    """Return two lists of losses of the last stage on one batch: in an evaluation with the newest weights, and in the
-    next training steps."""
+    """Return two lists of losses that the last stage computes on one batch: the losses of an evaluation with the newest
+    weights, and the losses of the next training steps."""
     with local_run(config, rank, world_size) as run:
         for _ in range(3):
             train_step(run)

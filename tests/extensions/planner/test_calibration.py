@@ -1,5 +1,5 @@
-"""Tests of fitting device files to measured times. The fit is exact for times that follow the model, and files survive
-a round trip."""
+"""Tests of fitting device files to measured times. The fit is exact for times that follow the model. A device file that
+is written and read again contains the same values."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_groups_are_abbreviated_at_scale() -> None:
 
 
 def test_a_plan_takes_no_longer_for_a_hundred_million_ranks() -> None:
-    """No part of the plan iterates over all ranks, which would take minutes."""
+    """No part of the plan iterates over all ranks, because such a loop would take minutes."""
     flags = RIGHT.replace("--world-size 8", "--world-size 100000000").replace("batch-size 16", "batch-size 50000000")
     done = pretrain(f"{flags} --device h100", code=0)
     assert "DP 4 groups of 25000000, not listed above 131,072 ranks" in done.stdout

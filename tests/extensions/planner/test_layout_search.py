@@ -237,7 +237,7 @@ def test_if_no_layout_fits_only_the_nearest_is_named(tried: Tried) -> None:
 
 
 def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
-    """The flags that the search prints override earlier flags of a different layout on the same command line."""
+    """On a command line, the flags that the search prints override earlier flags that select a different layout."""
     own = [*RUN, *(EXPERTS if tried.costs.run.own.model.num_experts else ())]
     own += "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --no-overlap-grad-reduce".split()
     run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)

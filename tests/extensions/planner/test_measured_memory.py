@@ -48,8 +48,7 @@ EXPERTS = (
     "--hidden-dropout 0 --ep 2 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
     "--moe-pad-expert-input-to-capacity"
 )
-"""Flags with which every message between ranks has a fixed size. Without these flags, the router determines the
-sizes."""
+"""Flags that give every message between ranks a fixed size. Without these flags, the router determines the sizes."""
 
 OFFLOAD = "--cpu-offloading --min-offloaded-tensor-size 1 --cpu-offloading-num-layers"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))

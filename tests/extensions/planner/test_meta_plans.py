@@ -91,8 +91,8 @@ LOOPS = {
 
 
 def totals(events: Iterable[Event]) -> Counter[str]:
-    """Return the total FLOPs of all GEMMs, and for each type of event, the number of events and the bytes that they
-    move."""
+    """Return the total FLOPs of all GEMMs. Also return, for each type of event, the number of events and the number of
+    bytes that they move."""
     found: Counter[str] = Counter()
     for event in events:
         kind = type(event).__name__

@@ -1,7 +1,7 @@
 """The planned activation memory equals the memory that real pipeline stages keep between a forward pass and its
 backward pass.
 
-Each test runs every n-th case, or all cases with --whole.
+By default, each test runs only every n-th case of a group of cases. With --whole, each test runs all cases.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parallel_config(**fields: Any) -> ModelParallelConfig:
 
 
 def settle(live: LiveMemory) -> None:
-    """Wait until no more memory is freed, because gloo's threads free send buffers with a delay."""
+    """Wait until no more memory is freed. This is necessary because gloo's threads free send buffers with a delay."""
     same, before = 0, -1
     while same < 3:
         time.sleep(0.01)

@@ -56,8 +56,8 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "states of a chain": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer shampoo --fp64 {CLIPPED}", 3),
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
-"""Number of ranks, flags, and number of rolled-back steps among the first three steps (None if unknown), keyed by case.
-The parity matrix (tests/parity) tests other layouts."""
+"""Tuples (number of ranks, flags, number of rolled-back steps among the first three steps), keyed by case. The last
+number is None if it is unknown. The parity matrix (tests/parity) tests other layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
@@ -115,7 +115,7 @@ def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] |
 
 
 def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return the names of values that differ in any bit."""
+    """Return the names of values that are not bit-identical."""
     assert a.keys() == b.keys() and len(a) > 20
     return [key for key, value in a.items() if not _same(value, b[key])]
 

@@ -39,8 +39,8 @@ def deafen(box: Box) -> None:
 
 
 def datagrams(box: Box, host: int) -> tuple[int, int]:
-    """Return two numbers: the UDP messages that all processes on a host have received, and the UDP messages that they
-    have sent."""
+    """Return the number of UDP messages that all processes on a host have received, and the number of UDP messages that
+    they have sent."""
     lines = box.run(host, "cat", "/proc/net/snmp").splitlines()
     names, values = (line.split() for line in lines if line.startswith("Udp: "))
     counts = dict(zip(names, values, strict=True))

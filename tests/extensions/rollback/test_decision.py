@@ -1,4 +1,4 @@
-"""Tests of how a run decides what to do after a loss spike, depending on its flags."""
+"""Tests of the decision that a run makes after a loss spike. The decision depends on the flags of the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run that rolls back at a spike is bitwise equal to a run with flags that skip the same batches. The tests restore
-the states from each possible source."""
+"""The results of a run that rolls back at a spike are bitwise equal to those of a run whose flags skip the same
+batches. The tests restore the states from each possible source, such as copies in memory and checkpoints on disk."""
 
 from __future__ import annotations
 

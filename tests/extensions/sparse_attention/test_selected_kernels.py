@@ -186,8 +186,8 @@ def check(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_match_plain_torch(cases: str) -> None:
-    """Outputs and all gradients agree, both with atomic additions and with ordered sums. The cases cover odd sizes,
-    several sets of keys, windows, documents and sinks."""
+    """Outputs and all gradients agree with those of plain torch, both with atomic additions and with ordered sums. The
+    cases cover odd sizes, several sets of keys, windows, documents and sinks."""
     check(FEW if cases == "few" else MANY)
 
 

@@ -1,5 +1,5 @@
-"""Damage files of text, tokens and vocabularies at random. Readers must either report the damage in one clear error
-message or read the files correctly.
+"""Damage text files, token files and vocabulary files at random. Readers must either report the damage in one clear
+error message or read the files correctly.
 
 Each trial damages one file. A data tool, or the code that reads data in training, then reads the file in a separate
 process with limited memory and time. The trial fails if the process
@@ -179,7 +179,7 @@ class Trial:
 
     name: str
     files: Mapping[str, bytes]
-    """Contents of the files by name. Only the first file is damaged."""
+    """Contents of the files, keyed by file name. Only the first file is damaged."""
 
     read: Callable[[Path], Any]
     """Function that reads the files in a folder. The function runs in a separate process."""
