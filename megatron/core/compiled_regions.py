@@ -68,7 +68,7 @@ def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Ca
     If shapes change, torch recompiles the function for dynamic shapes. With `static`, torch compiles a separate version
     for each shape. The kernels of these versions load several elements per instruction. Use `static` only for tensors
     that have the same few shapes in every step. `static` also fixes the order of sums: tensor-parallel ranks that
-    reduce the same values, for example in norms, get the same bits.
+    reduce the same values, for example in norms, get bitwise identical results.
     """
     return _compiled(function, static) if compiled else function
 

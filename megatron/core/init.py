@@ -162,7 +162,7 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
 
 
 def site_key(seed: int, name: str) -> int:
-    """Derive a seed in [0, 2**63) from the seed of the run and the name of a random operation, such as a dropout in a
+    """Derive a seed in [0, 2**63) from the seed of the run and the name of a random operation, such as the dropout of a
     layer."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

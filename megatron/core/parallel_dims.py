@@ -82,8 +82,8 @@ class ParallelDims:
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:
-        """Return the number of ranks over which parameter states are sharded: the states of expert parameters if
-        `expert` is True, and the states of dense parameters otherwise."""
+        """Return the number of ranks over which the states of a parameter are sharded. `expert` states whether the
+        parameter belongs to an expert."""
         return (self.expt_dp if expert else self.dp * self.cp) // self.instances
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:

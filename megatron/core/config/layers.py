@@ -39,7 +39,7 @@ class Layer(Protocol):
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Create the layer. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
-        and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
+        and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`. `ctx.layer` is the layer number."""
 
 
 LAYERS = Registry("--layer-module", NoFacts, protocol=Layer, makes=LayerModule)

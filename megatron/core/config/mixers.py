@@ -119,7 +119,7 @@ class Mixer(Protocol):
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Create the mixer. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
-        and `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
+        and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`. `ctx.layer` is the layer number."""
 
 
 MIXERS = Registry("mixer", MixerFacts, protocol=Mixer, makes=MixerModule)

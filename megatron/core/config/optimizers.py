@@ -98,8 +98,8 @@ class StatePlan:
         return None
 
     def described(self, optimizer: Section, params_dtype: str, main_dtype: str) -> str | None:
-        """Return a description of the formats of main parameters and states, which plans print; None if they are in the
-        main dtype."""
+        """Return a description of the formats of main parameters and states, which a plan prints. Return None if the
+        main parameters and states have the main dtype."""
         return None
 
 
@@ -135,8 +135,9 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
-        The schedule is called only after the warm-up of `length.warmup` samples, and is still called after the decay
-        has ended at `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
+        The schedule is not called during the warm-up, that is, for the first `length.warmup` samples. It is also called
+        after the decay has ended at `length.decay` samples. `length` is a
+        `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 
 

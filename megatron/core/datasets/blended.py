@@ -93,9 +93,9 @@ class _SameNumbers(SampleOrder):
 
 
 class Renumbered(_SameNumbers):
-    """View of another dataset that gives each of its sources (the datasets that it blends) a number and a name that are
-    unique in the run. Source k gets the number `numbers[k]` and the name `names[numbers[k]]`. Samples that pad the last
-    batch beyond the dataset's end are attributed to the first source.
+    """View of another dataset with different source numbers and source names. The sources of a dataset are the datasets
+    that it blends. The new numbers and names are unique in the run. Source k gets the number `numbers[k]` and the name
+    `names[numbers[k]]`. Samples that pad the last batch beyond the dataset's end are attributed to the first source.
     """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:

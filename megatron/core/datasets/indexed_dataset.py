@@ -55,8 +55,8 @@ class IndexedDataset:
     order. With a memory map, read-ahead is wasted (measured: at least 10 times slower if the file is not in memory),
     page faults hold the interpreter lock, and a truncated file kills the process.
 
-    Opening the dataset reads only the header of the index. Raises ValueError, with the actual and the expected value,
-    if a file is missing, truncated or in another format, or if the two files do not belong together.
+    Opening the dataset reads only the header of the index. The constructor raises ValueError, with the actual and the
+    expected value, if a file is missing, truncated or in another format, or if the two files do not belong together.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -214,7 +214,8 @@ def build_document_ends(lengths: NDArray, document_index: NDArray) -> NDArray[np
 
 def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
     """Divide the document stream into parts of `STREAM` documents. For each part of the stream, yield the position of
-    the part's first document, the lengths of its documents, and the cumulative sums of these lengths."""
+    the first document in the part, the lengths of all documents in the part, and the cumulative sums of these
+    lengths."""
 
     def look_up(first: int) -> tuple[int, NDArray, NDArray[np.int64]]:
         part = lengths[document_index[first : first + STREAM]]
@@ -284,9 +285,9 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     these numbers.
 
     Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. The guess was
-    right if the numbers of drawn samples after these early draws equal the numbers at the end of the previous block. In
-    this case, all draws of the block are correct. If the guess was wrong, the samples of the block are drawn again one
-    by one, starting with the correct numbers.
+    right if, after these early draws, each dataset has the same number of drawn samples as at the end of the previous
+    block. In this case, all draws of the block are correct. If the guess was wrong, the samples of the block are drawn
+    again one by one, starting with the correct numbers.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

@@ -60,8 +60,8 @@ class MatrixExchange:
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
-        """For each rank of `axis`, the parts of this rank's own matrices that are stored on that rank, keyed by matrix
-        number."""
+        """Parts of the matrices that this rank owns: for each rank of `axis`, a dictionary that maps matrix numbers to
+        the parts that are stored on the rank of `axis`."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:

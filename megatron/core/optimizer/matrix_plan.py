@@ -228,8 +228,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the offset and the shape of a block of the global tensor for each linear map (matrix) that the parameter
-    contains.
+    """For each linear map (matrix) that the parameter contains, yield the offset and the shape of the map's block in
+    the global tensor.
 
     The last dim of a block contains the columns of the matrix, and all other dims contain its rows. If `split` is
     False, a weight that fuses several linear maps (`meta.fused`) counts as a single map.

@@ -1,6 +1,6 @@
 """Division of the layers among the pipeline stages, so that all stages have nearly equal cost.
 
-The same functions are used when the model is built, when the plan of a run is printed, and by the layout planner.
+The model, the printed plan of a run and the layout planner all use these functions.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def vocab_parallel_cross_entropy(
 
     If the logits are neither a leaf nor a view, the backward pass overwrites them with their gradient, so that the
     gradient needs no additional memory. In this case, a second backward pass is an error. If `compiled` is True and the
-    vocabulary is not sharded, a GPU kernel may overwrite the logits already in the forward pass. Clone the logits
-    before this call if you need them afterwards.
+    vocabulary is not sharded, a GPU kernel may overwrite the logits even in the forward pass. Clone the logits before
+    this call if you need them afterwards.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)

@@ -285,7 +285,8 @@ def given_input(x: Tensor) -> Operands | None:
 
 class OutputGradient:
     """Channel between a linear layer and the operation that computes the gradient dY of the layer's output. In the
-    backward pass, the operation can store casts of dY and its sum over tokens here, and the layer then reads them."""
+    backward pass, the operation can store casts of dY and the sum of dY over tokens in this object. The layer then
+    reads the stored tensors."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw

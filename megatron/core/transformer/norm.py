@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.linear_spec import sequence_partial
 HEAD_NORM_PARTIAL_OVER = ("tp",)
 """Value of `ParamMeta.partial_over` for a norm weight that is shared by all attention heads.
 
-Each rank holds only some of the heads, so the gradient on a rank is a partial sum, with and without sequence
+Each rank holds only some of the heads, so the gradient on a rank is a partial sum, both with and without sequence
 parallelism.
 """
 
