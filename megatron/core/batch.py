@@ -179,9 +179,9 @@ class CachedCore(Protocol):
 
 
 class EarlierTokens(Protocol):
-    """Cache for text generation. For each of b texts, it holds the keys, values and states of the tokens that earlier
-    forward passes processed. Each forward pass appends s new tokens to each text. Texts are padded on the right. The
-    cache does not support context parallelism."""
+    """Cache for text generation. For each of b texts, the cache holds the keys, values and states of the tokens that
+    earlier forward passes processed. Each forward pass appends s new tokens to each text. Texts are padded on the
+    right. The cache does not support context parallelism."""
 
     positions: Tensor
     """Positions of the new tokens [b, s]."""
@@ -264,7 +264,7 @@ class BatchContext:
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
-        """Return the positions [n] of the n tokens of x [n, ...] in their samples.
+        """Return the position of each token of x [n, ...] in the token's sample, [n].
 
         Without sequence parallelism, x is this context-parallel rank's part of the sequence, and `tp_rank` is 0. Under
         sequence parallelism, that part is sharded over the tensor-parallel ranks, and x is the shard with index

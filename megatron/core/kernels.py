@@ -38,8 +38,8 @@ def kernel_for(name: str, *operands: object) -> Kernel | None:
 
 
 def operation(plain: Function) -> Function:
-    """Decorate a plain torch function. A kernel that is registered under the function's name may replace it. The
-    decorated function accepts only positional arguments."""
+    """Decorate a plain torch function. A kernel that is registered under the function's name may replace the function.
+    The decorated function accepts only positional arguments."""
 
     @wraps(plain)
     def compute(*operands: object) -> object:

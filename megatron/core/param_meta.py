@@ -235,8 +235,8 @@ class ParamMeta:
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether the rank at `coords` (axis -> (rank, size)) holds the first replica of the parameter. Only the
         first replica is included in gradient norms and saved in checkpoints. The first replica has index 0 along all
-        `replica_axes`. If several pipeline stages share the parameter, the first of these stages holds it. All
-        data-parallel ranks get the same result; each of them saves a part of the replica.
+        `replica_axes`. If several pipeline stages share the parameter, the first of these stages holds the first
+        replica. All data-parallel ranks get the same result; each of them saves a part of the replica.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)

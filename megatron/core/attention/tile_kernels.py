@@ -74,7 +74,7 @@ class Kernel(Protocol):
 
     @property
     def packed(self) -> PackedKernel | None:
-        """Return the kernel that computes whole samples in one launch; None if there is none."""
+        """Return the kernel that computes whole samples in one launch; None if there is no such kernel."""
 
 
 @dataclass(frozen=True)

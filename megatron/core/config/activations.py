@@ -44,10 +44,10 @@ class MakeActivation(Protocol):
     experts."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> Activation:
-        """Create the activation function. The names of its parameters must begin with `name`. The `ParamMeta` of each
-        parameter needs `partial_over=("tp",)`: each tensor-parallel rank computes a part of the MLP's width, so the
-        gradient on a rank is a partial sum. `config` is the layer's `TransformerConfig`, and `ctx` is the layer's
-        `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the activation function. The names of the function's parameters must begin with `name`. The
+        `ParamMeta` of each parameter needs `partial_over=("tp",)`: each tensor-parallel rank computes a part of the
+        MLP's width, so the gradient on a rank is a partial sum. `config` is the layer's `TransformerConfig`, and `ctx`
+        is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
 
 ACTIVATIONS = Registry("--activation-func", ActivationFacts, protocol=MakeActivation)

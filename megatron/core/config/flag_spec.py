@@ -99,7 +99,7 @@ class FlagSpec:
 
     same_setting_as: str | None = None
     """Name of another field that expresses the same setting. If a later source of flags sets one of the two fields, the
-    new value replaces the values of both."""
+    new value replaces the values of both fields."""
 
     at_least: float | None = None
     above: float | None = None

@@ -180,8 +180,8 @@ class LayerKind(Sublayers):
     model's attention."""
 
     rotation: Rotation | None = None
-    """Rotary embedding of the layer's queries and keys; None if they are not rotated, as in layers without the model's
-    attention."""
+    """Rotary embedding of the layer's queries and keys; None if queries and keys are not rotated, as in layers without
+    the model's attention."""
 
     own: tuple[tuple[str, object], ...] = ()
     """Pairs (field, value) of the configuration fields whose value in this layer differs from the model's value."""

@@ -25,8 +25,8 @@ class LossFacts:
     """Properties of a loss."""
 
     multi_token: bool = False
-    """True if the loss supports labels of later tokens (--mtp-num-layers). To support them, the loss of a token must
-    depend only on the logits and the label of that token."""
+    """True if the loss supports labels of later tokens (--mtp-num-layers). To support such labels, the loss of a token
+    must depend only on the logits and the label of that token."""
 
     log_likelihood: bool = False
     """True if the loss of a token is the negative log-likelihood of the label, so that evaluations report the
@@ -86,9 +86,9 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
     Every additional chunk reads and writes the output layer's weight gradient once more. For `AUTO`, the function
     chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time.
-    If there is no such size, it returns 0. The output layer's share of the step time is estimated from numbers of
-    parameters, assuming 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the model,
-    not on the device or the layout."""
+    If there is no such size, the function returns 0. The output layer's share of the step time is estimated from
+    numbers of parameters, assuming 12 h^2 parameters per transformer layer. The chunk size therefore depends only on
+    the model, not on the device or the layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)

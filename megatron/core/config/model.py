@@ -207,14 +207,14 @@ class TransformerConfig(ModelFields):
 
     @property
     def expert_pattern(self) -> tuple[bool, ...]:
-        """Tuple with one bool for each layer, which is True if the layer's MLP is a mixture of experts."""
+        """Tuple with one bool per layer: True if the layer's MLP is a mixture of experts."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.experts for parts in stated[: self.num_layers])
         return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
-        """Tuple with one bool for each layer, which is True if the layer's attention is linear."""
+        """Tuple with one bool per layer: True if the layer's attention is linear."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.linear is not None for parts in stated[: self.num_layers])
         linear = self.experimental_attention_variant is not None
@@ -222,7 +222,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_pattern(self) -> tuple[bool, ...]:
-        """Tuple with one bool for each layer, which is True if its attention has a sliding window or chunks."""
+        """Tuple with one bool per layer: True if the layer's attention has a sliding window or chunks."""
         return self._pattern(self.local_span != Span(), self.window_attn_skip_freq, all_but_last_of_each)
 
     @property
@@ -232,7 +232,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rope_pattern(self) -> tuple[bool, ...]:
-        """Tuple with one bool for each layer, which is True if the layer rotates queries and keys."""
+        """Tuple with one bool per layer: True if the layer rotates queries and keys."""
         skipped = self._pattern(self.rotary and self.no_rope_freq is not None, self.no_rope_freq, last_of_each)
         return tuple(self.rotary and not skips for skips in skipped)
 

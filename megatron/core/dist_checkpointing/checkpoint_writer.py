@@ -2,8 +2,8 @@
 reports results and deletes old checkpoints.
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
-training never uses. If `storage.save` fails, it raises the same error on every rank, so that all ranks retry together.
-A failed save never changes earlier checkpoints. If another run has saved a later iteration since this run started, this
+training never uses. If `storage.save` fails, every rank raises the same error, so that all ranks retry together. A
+failed save never changes earlier checkpoints. If another run has saved a later iteration since this run started, this
 run does not overwrite the latest-checkpoint file with an earlier iteration.
 """
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 UNFINISHED = ".unfinished"
-"""Name of a marker file. In storages that cannot rename folders, it marks a folder that is being written or removed."""
+"""Name of a marker file. In storages that cannot rename folders, the file marks a folder that is being written or
+removed."""
 
 
 class UrlPath(PurePosixPath):

@@ -303,8 +303,8 @@ def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta],
 
     If the MLP is gated, the weight of linear_fc1 has the shape [E, 2, ffn, h] and contains the gate and the up
     projection. If --moe-latent-size is set, h is the latent size. The output of linear_fc2 on an expert tensor-parallel
-    rank is a partial sum. The columns of its bias are sharded over these ranks, so that each bias element is added on
-    one rank only.
+    rank is a partial sum. The columns of the linear_fc2 bias are sharded over these ranks, so that each bias element is
+    added on one rank only.
     """
     count = config.num_experts
     hidden = config.expert_io_size

@@ -154,7 +154,7 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
 class GroupedGemms:
     """GEMMs of a grouped linear layer, computed in the precision of the parameters.
 
-    A number format in `LINEAR_FORMATS` can replace this object by its own object with the same attributes.
+    A number format in `LINEAR_FORMATS` can replace this object with its own object that has the same attributes.
     """
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:

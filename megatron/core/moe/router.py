@@ -99,7 +99,7 @@ class OwnScores:
     function: Callable[[Tensor], Tensor]
     normalized: bool = True
     epsilon: float = 1e-20
-    """Epsilon that is added to the sum of the weights before the weights are divided by it."""
+    """Epsilon that is added to the sum of the weights before the weights are divided by this sum."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)

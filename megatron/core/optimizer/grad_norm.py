@@ -1,4 +1,4 @@
-"""Global gradient norm. The host does not wait for the device to compute it.
+"""Global gradient norm. The host does not wait for the device to compute the norm.
 
 Each parameter element of the model counts once. Every data-parallel rank sums the squares of its shard, with or without
 the distributed optimizer. If a parameter is replicated along a model-parallel axis, only one replica is counted.

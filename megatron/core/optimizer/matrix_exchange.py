@@ -23,8 +23,9 @@ Write = Callable[[Part, Matrix, Tensor], None]
 values."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Function that transforms a stack of n matrices [n, rows, columns] independently of each other, without changing their
-shape. The second argument of the function contains the number of each matrix in the `MatrixPlan`."""
+"""Function that transforms each of the n matrices in a stack [n, rows, columns] independently of the other matrices,
+without changing the shape. The second argument of the function contains the number of each matrix in the
+`MatrixPlan`."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ def _sizes(messages: list[list[Part]]) -> list[int]:
 
 
 def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
-    """Return pairs of all parts in `messages` and views of their values. `packed` contains the values of all messages,
-    one after another."""
+    """Return a pair (part, view of the part's values) for each part in `messages`. `packed` contains the values of all
+    messages, one after another."""
     found, start = [], 0
     for part in (part for message in messages for part in message):
         found.append((part, packed[start : start + part.numel].view(part.shape)))

@@ -126,7 +126,7 @@ class OptimizerParamScheduler:
     on the number of consumed samples.
 
     `config` must be validated. The constructor raises ValueError if the warm-up is not shorter than the decay. For a
-    WSD schedule, it also raises ValueError if the final anneal is missing or longer than the decay.
+    WSD schedule, the constructor also raises ValueError if the final anneal is missing or longer than the decay.
     """
 
     def __init__(self, config: OptimizerConfig, length: ScheduleLength) -> None:

@@ -159,8 +159,8 @@ def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:
 
 
 def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: bool) -> Tensor:
-    """Return softmax statistics [3, s, b] of the first `columns` columns of the logits. For each token, they are the
-    maximum, the sum of exp(logit - maximum), and the logit of the label."""
+    """Return softmax statistics [3, s, b] of the first `columns` columns of the logits. For each token, the statistics
+    are the maximum, the sum of exp(logit - maximum), and the logit of the label."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     stats = torch.zeros(3, *local_labels.shape, dtype=dtype, device=logits.device)
     if not columns:

@@ -222,8 +222,8 @@ class LinearFunction(torch.autograd.Function):
     is viewed as a matrix [out, in].
 
     If an addend is given, the result is y + addend, and `leave` must not be a collective. For the backward pass, the
-    function saves only the input before `enter`, in the form that the dW GEMM reads. If `saves` is False, it saves
-    nothing. The backward pass gathers the input again while it computes dX, and reduces dX while it computes dW.
+    function saves only the input before `enter`, in the form that the dW GEMM reads. If `saves` is False, nothing is
+    saved. The backward pass gathers the input again while it computes dX, and reduces dX while it computes dW.
     `backward` passes dW to `accumulate_weight_grad`. If another kernel has already cast dY or summed it over tokens,
     `of_output` provides the results.
     """

@@ -105,7 +105,7 @@ def residual_gemm(
 class LinearGemms:
     """GEMMs of one linear layer, computed in the precision of the parameters.
 
-    A number format in `LINEAR_FORMATS` can replace this object by its own object with the same attributes.
+    A number format in `LINEAR_FORMATS` can replace this object with its own object that has the same attributes.
     """
 
     adds_residual = True

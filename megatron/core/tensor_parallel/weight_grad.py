@@ -86,9 +86,9 @@ def accumulate_weight_grad(
     """Add a weight gradient to `weight.main_grad`, either immediately or through the queue. Return the value that the
     `backward` method of an autograd function must return as the gradient of the weight.
 
-    `add_(out, overwrite)` must compute dW and add it to `out`, which has the weight's shape. If `overwrite` is True, it
-    must overwrite `out` with dW instead. `overwrite` is True for the first contribution of a step if `main_grad` was
-    not zeroed. If the job is queued, `add_` is called when the job runs, so it can fetch its operands then. For
+    `add_(out, overwrite)` must compute dW and add it to `out`, which has the weight's shape. If `overwrite` is True,
+    `add_` must overwrite `out` with dW instead. `overwrite` is True for the first contribution of a step if `main_grad`
+    was not zeroed. If the job is queued, `add_` is called when the job runs, so it can fetch its operands then. For
     example, it can gather a sequence-parallel input.
 
     If the weight is frozen, this function does nothing. If the weight has no `main_grad`, the function computes and

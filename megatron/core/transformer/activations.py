@@ -42,8 +42,8 @@ Kind = str | Bounded
 
 class FusedActivation:
     """Activation function that saves only its input for the backward pass. `kind` selects the function (see
-    `functions_of`). The function can also add the bias of the preceding linear layer to its input. If it is compiled, a
-    single kernel then computes the gradients of the input and of the bias.
+    `functions_of`). The function can also add the bias of the preceding linear layer to its input. If the function is
+    compiled, a single kernel then computes the gradients of the input and of the bias.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
@@ -56,8 +56,8 @@ class FusedActivation:
 
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build the activation function that `config` selects. The names of its parameters begin with `name`. The output of
-    a gated function is half as wide as its input."""
+    """Build the activation function that `config` selects. The names of the function's parameters begin with `name`.
+    The output of a gated function is half as wide as its input."""
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 

@@ -116,7 +116,8 @@ class TransformerBlock(nn.Module):
         return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
-        """Run all layers, and offload the activations that they save for the backward pass to the store `offload`."""
+        """Run all layers. The activations that the layers save for the backward pass are offloaded to the store
+        `offload`."""
         stream: Stream = x
         through = offload.begin(x, context)
         for segment in self.segments:

@@ -88,8 +88,8 @@ def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor
 
 
 class RotaryEmbedding:
-    """Rotary embedding that computes the cosines and sines of the angles position * frequency. With YaRN, they are also
-    multiplied by the YaRN attention factor.
+    """Rotary embedding that computes the cosines and sines of the angles position * frequency. With YaRN, the cosines
+    and sines are also multiplied by the YaRN attention factor.
 
     The angles are always computed in fp32, as in the training and inference of published models.
     """

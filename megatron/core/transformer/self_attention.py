@@ -34,9 +34,10 @@ class SelfAttention(nn.Module):
     """Self-attention sublayer, which consists of the projection to queries, keys and values, optional query and key
     norms, the rotary embedding, core attention, and the output projection.
 
-    The weight of linear_qkv has the shape [groups, q_per_group + 2, head_dim, h]. For each group, it contains the query
-    heads, the key head and the value head, in this order. With --attention-output-gate, the output gates follow the
-    query heads. If query and value heads differ in width, the weight has the shape [groups, rows per group, h].
+    The weight of linear_qkv has the shape [groups, q_per_group + 2, head_dim, h]. For each group, the weight contains
+    the query heads, the key head and the value head, in this order. With --attention-output-gate, the output gates
+    follow the query heads. If query and value heads differ in width, the weight has the shape [groups, rows per group,
+    h].
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
