@@ -121,7 +121,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
     bad += [p.meta.name for p in passes.ddp.params if has_storage(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather_objects(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
-    passes.ddp.begin_step(0)  # 0 micro-batches: the backward passes do not start a reduction
+    passes.ddp.begin_step(0)  # with 0 micro-batches, the backward passes reduce no gradients
     scaled, _ = passes.with_scale(step, batches, seed)
     first = None
     for where in (FORWARD, BACKWARD):

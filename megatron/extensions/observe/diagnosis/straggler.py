@@ -8,7 +8,7 @@ messages and for data-parallel collectives. It includes collectives within a lay
 increases the measured times of the other ranks in its group.
 
 The end of the gradient reduction is the only phase whose measured time includes waits. In this phase, the slow rank is
-the one that waits the shortest time. No measurement synchronizes with the device, because events are read only after
+the one that waits the shortest time. Measuring never synchronizes with the device, because events are read only after
 they have completed.
 """
 

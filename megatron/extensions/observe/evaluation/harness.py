@@ -1,5 +1,5 @@
-"""Adapter between lm-evaluation-harness and a model that is distributed over ranks. It consists of the model class and
-the tasks.
+"""Adapter between lm-evaluation-harness and a model that is distributed over ranks. The adapter consists of the model
+class and the tasks.
 
 https://github.com/EleutherAI/lm-evaluation-harness; `pip install .[lm-eval]`.
 """

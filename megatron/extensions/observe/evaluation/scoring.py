@@ -37,7 +37,7 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 
 @dataclass(frozen=True)
 class Scorer:
-    """Callable that computes the scores of token rows. It runs batches of rows through a model.
+    """Callable that computes the scores of token rows by running batches of rows through a model.
 
     `forward` accepts a list of micro-batches of the same shape. Under context parallelism, each micro-batch contains
     only this rank's part of the sequence. On ranks of the last pipeline stage, `forward` returns the `token_scores` of

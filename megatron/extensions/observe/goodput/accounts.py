@@ -6,9 +6,10 @@ Goodput is useful step time over wall time:
     goodput = useful / wall
 
 Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds that every part of the wall time
-has taken since the first start of the run. The next start adds its seconds to the seconds in the last `goodput` event.
-If this start resumes from an earlier iteration than the last event, steps run again. To count the earlier time of these
-steps as `repeated`, the start also reads the event of the iteration from which it resumes.
+has taken since the first start of the run. After the run is started again, its new seconds are added to the seconds in
+the last `goodput` event. If the run resumes from an earlier iteration than the iteration of the last event, steps run
+again. To count the earlier time of these steps as `repeated`, the run also reads the event of the iteration from which
+it resumes.
 """
 
 from __future__ import annotations

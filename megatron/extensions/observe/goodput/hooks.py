@@ -145,9 +145,9 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return the seconds that each part of the wall time has taken in this start, including the steps since the
-        last log line. The time of these steps is divided between `useful` and `skipped` in proportion to the number of
-        useful and skipped steps."""
+        """Return the seconds that each part of the wall time has taken since the current start of the run, including
+        the steps since the last log line. The time of these steps is divided between `useful` and `skipped` in
+        proportion to the number of useful and skipped steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own
@@ -173,7 +173,7 @@ class Goodput(Callback, Meter):
 
     def _record_event(self) -> None:
         """Write a `goodput` event to `run_events.jsonl` if --save is set. The event contains the seconds that each part
-        of the wall time has taken. Step time is included up to the last completed step."""
+        of the wall time has taken. The event includes the time of steps up to the last completed step."""
         if not self._measures:
             return
         self._event_at = time.perf_counter()

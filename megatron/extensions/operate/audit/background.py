@@ -95,7 +95,7 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """Describe the gradients that no other rank of this data-parallel replica contributes to, before gradients are
+        """Describe the gradients to which only this rank of its data-parallel replica contributes, before gradients are
         summed over replicas. Return a pair (data-parallel rank, piece) for each parameter with a gradient of this
         kind."""
         state = self.run.runtime.state

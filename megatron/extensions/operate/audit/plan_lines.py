@@ -1,4 +1,4 @@
-"""Estimates of the time and memory that audits cost, for a run's plan."""
+"""Estimate the time and memory that audits cost, as lines of a run's plan."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class Recomputation:
 
 
 class Auditor:
-    """Comparison of a run's steps with their recomputation in a single process."""
+    """Recompute steps of a run in a single process, and compare the results with the results of the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

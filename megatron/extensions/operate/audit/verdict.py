@@ -147,7 +147,7 @@ def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
     most = max(votes.values())
     ranks = tuple(sorted(rank for rank, count in votes.items() if count == most))
     (first, source) = (sources[0].first, sources[0])
-    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # no other rank has repeated its work
+    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # only one rank has repeated its work
         ranks = (source.peer if first.of_own else source.rank,)
     source = next(each for each in sources if set(_suspects(each)) & set(ranks))
     assert source.first is not None

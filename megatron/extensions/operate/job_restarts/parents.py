@@ -305,7 +305,7 @@ class Parents:
                 self._old.append((self.store, key))
 
     def tidy(self) -> None:
-        """Delete some of the store keys that `forget` has collected."""
+        """Delete up to `DELETED` of the store keys that `forget` has collected."""
         some, self._old = self._old[:DELETED], self._old[DELETED:]
         if some:
             self._answered(lambda: [store.delete_key(key) for store, key in some])

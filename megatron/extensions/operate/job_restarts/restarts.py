@@ -372,9 +372,9 @@ class Parent:
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
-        """Plan the next start of the ranks. `came` contains the workers that are ready for it, and `host_of` maps them
-        to their hosts. The ranks keep their processes if possible. Otherwise, spares replace lost processes. If there
-        are too few spares, the run continues with fewer ranks."""
+        """Plan how to start the ranks again. `came` contains the workers that are ready, and `host_of` maps these
+        workers to their hosts. The ranks keep their processes if possible. Otherwise, spares replace lost processes. If
+        there are too few spares, the run continues with fewer ranks."""
         before = self._start
         living = tuple(sorted(came))
         gone = [worker for worker in before.roster if worker not in living]

@@ -142,7 +142,7 @@ def _started(folder: Path, keep: float) -> Address:
     if process.stdout.readline() != "ready\n":
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()
-    process.returncode = 0  # prevents Popen's warning that the holder still runs; it outlives this process
+    process.returncode = 0  # the holder outlives this process, so prevent Popen's warning that it still runs
     return address_in(folder)
 
 

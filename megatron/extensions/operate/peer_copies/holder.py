@@ -186,7 +186,7 @@ class Connection(socketserver.StreamRequestHandler):
         try:
             make_room(path, nbytes)
         except OSError:
-            for _ in self._received(nbytes):  # discard all bytes, because the sender reads the error only afterwards
+            for _ in self._received(nbytes):  # the sender reads the error only after it has sent all bytes
                 pass
             raise
         with open(path, "r+b", buffering=0) as file:
@@ -243,7 +243,7 @@ def main(folder: Path, address: str, keep: float) -> None:
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        with suppress(BrokenPipeError):  # ignore that the parent was killed, because restarted ranks find this holder
+        with suppress(BrokenPipeError):  # continue without a parent, because restarted ranks find this holder
             print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()

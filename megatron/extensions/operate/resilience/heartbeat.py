@@ -323,7 +323,7 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # the error belongs to an earlier message, whose receiver does not exist
+                continue  # the error belongs to an earlier message to a process that does not exist
             if not self.token:
                 continue  # messages cannot be verified before the token is known
             try:

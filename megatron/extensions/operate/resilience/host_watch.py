@@ -253,7 +253,7 @@ class HostWatch(Watch):
                 if not self._closed.is_set():
                     self._act(findings)
             except Exception as error:
-                self._failures.fail(error)  # end the rank, because this thread ends and can detect no more lost hosts
+                self._failures.fail(error)  # end the rank, because this thread ends and no longer detects lost hosts
 
     def _ask_after_store(self) -> None:
         """End this rank if neither the store nor rank 0's host, which runs the store, has answered within the

@@ -153,7 +153,7 @@ class Lease(ABC):
     def release(self) -> None:
         """Release the lease if this run still holds it."""
         self._closed.set()
-        ended = self._writing.acquire(timeout=DISK)  # wait for a renewal, which could recreate the file
+        ended = self._writing.acquire(timeout=DISK)  # a renewal in progress could create the file again
         with suppress(OSError):
             if (found := self._read()) is not None and found["token"] == self._owner["token"]:
                 self._remove()

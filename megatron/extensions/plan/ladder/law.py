@@ -179,6 +179,6 @@ def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper bound of an interval, which are the quantiles `SHARES` of the values."""
+    """Return the lower and the upper bound of an interval: the quantiles of the values for the shares in `SHARES`."""
     low, high = np.quantile(values, SHARES)
     return float(low), float(high)

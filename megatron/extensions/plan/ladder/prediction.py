@@ -29,7 +29,8 @@ NEAR = 1.05
 ratios by more than this factor, a law that depends on compute alone does not cover the target."""
 
 FAR = 10
-"""Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""
+"""If the ratio of the target's compute to the largest rung's compute exceeds this number, the intervals are reported as
+optimistic."""
 
 
 @dataclass(frozen=True)

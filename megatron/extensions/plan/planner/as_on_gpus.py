@@ -128,7 +128,7 @@ UNRECORDED = Unrecorded()
 
 
 class PlannedFlash:
-    """FlashAttention on packed sequences, for plans. Outputs are allocated, but no temporary memory of the kernel."""
+    """FlashAttention on packed sequences, for plans. The methods allocate outputs, but no temporary memory."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
@@ -289,7 +289,7 @@ class PlannedBackend:
 
 @dataclass(frozen=True)
 class PlannedHardware(Hardware):
-    """`Hardware` for plans of CPU runs."""
+    """`Hardware` with which CPU runs are planned."""
 
     launches: Launches = UNRECORDED
 

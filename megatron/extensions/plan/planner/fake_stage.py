@@ -1,7 +1,7 @@
 """Run one pipeline stage on fake tensors, which have shapes, storages and an autograd graph but no values.
 
-A layer's saved activations, allocations and matrix products are measured on this stage, so the code contains no
-formulas for layers.
+The saved activations, allocations and matrix products of a layer are recorded while the stage runs, so the code
+contains no formulas for layers.
 
 Process groups are fake: collectives complete at once and move no data, so shapes and memory are those of a real rank.
 torch's "fake" backend would need the default process group, which the caller may already use for real ranks.
@@ -223,7 +223,7 @@ class FakeStages:
         return replace(found, once=once, memory=memory)
 
     def _recorded(self, stage: GPTModel) -> PassEvents:
-        """Run one micro-batch forward and backward through a stage, as the executor does."""
+        """Run the forward and backward pass of one micro-batch through a stage in the same way as the executor."""
         live = self.recorder
         peak = dict[str, int]()
         held = dict[str, int]()
@@ -293,7 +293,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
 
 def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterable[nn.Module]:
     """Return a model's layers on the meta device, where building a layer is ten times as fast as with fake tensors."""
-    if not parallel.extension_options:  # these settings may make layers differ from each other
+    if not parallel.extension_options:  # extension options may make layers differ from each other
         return built_layers(model, False)
     layers = Stage(range(model.num_layers), first=False, last=False)
     with fake_state(parallel) as state:
@@ -344,7 +344,7 @@ class StageParts:
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
     def single(self, stage: Stage) -> Iterator[Part]:
-        """Yield the embedding, each layer and the head as separate parts, as far as the stage contains them."""
+        """Yield each layer and, if the stage contains them, the embedding and the head as separate parts."""
         if stage.first:
             yield Part(first=True)
         yield from (Part((unit._replace(layers=(number,)),)) for unit in self.units(stage) for number in unit.layers)
@@ -388,7 +388,7 @@ def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
 
 
 IDENTITY = ("number", "layer", "key", "training")
-"""Names of module attributes that may differ between layers that count as identical."""
+"""Names of module attributes that are ignored when layers are compared."""
 
 SETTINGS = bool | int | float | str | Span | Rotation
 """Types of the module attributes that are compared to decide whether two layers are identical."""

@@ -44,7 +44,7 @@ class LiveMemory(TorchDispatchMode):
 
     def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
         """Run a compiled region eagerly, since no compiler accepts tensors without values. Temporary tensors inside the
-        region do not count towards the peak, because a single compiled kernel does not allocate them."""
+        region do not count toward the peak, because a single compiled kernel does not allocate them."""
         outermost, self._inside = not self._inside, True
         try:
             return function(*args)

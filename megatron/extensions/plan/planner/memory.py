@@ -179,8 +179,8 @@ class UnitsInFlight:
 class RankStates:
     """Parameters and optimizer states of each rank at one pipeline position.
 
-    All ranks at a pipeline position hold the same number of bytes, except for the states of an optimizer's transform
-    chain. The states of the transform chain are counted for the rank on which they take the most bytes.
+    All ranks with the same pipeline rank hold the same number of bytes, except for the states of an optimizer's
+    transform chain. The states of the transform chain are counted for the rank on which they take the most bytes.
     """
 
     pp_rank: int

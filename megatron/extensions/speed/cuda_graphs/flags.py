@@ -74,7 +74,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         why = "memory for whole gradients is allocated and freed during the forward and backward pass"
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(name, impl, strategy, why)
-    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # otherwise, another rule reports it
+    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # otherwise, another rule applies
         why = "recorded steps cast weights that are stored in bf16"
         yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 

@@ -111,5 +111,5 @@ class BlockwiseGemms(Fp8Gemms):
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
         """Return `cast`, compiled if `whole` is True, that is, if the matrix consists of whole tiles. Some versions of
-        torch's compiler mix up the scales of incomplete tiles."""
+        torch's compiler apply wrong scales to incomplete tiles."""
         return region(cast, self.compiled and whole, static=True)

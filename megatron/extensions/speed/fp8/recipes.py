@@ -107,7 +107,7 @@ class Fp8Gemms(nn.Module):
     """True if parts of a sequence can be gathered and multiplied separately (see `LinearGemms`)."""
 
     gathers_weights = False
-    """True if a weight's cast by columns is the transpose of its cast by rows, because both have the same scales."""
+    """True if weights can be gathered in fp8, because both casts of a weight have the same scales and values."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class TensorwiseGemms(PerTensorGemms):
     """Tensorwise recipe: scale each tensor by its amax, which requires one more pass over the tensor."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # without gradients, so that regions are compiled only once
+        x = x.detach()  # without autograd, so that regions are compiled only once
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]

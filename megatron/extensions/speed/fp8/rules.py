@@ -221,7 +221,7 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
     """Check the projection of multi-token prediction modules. On each rank, the number of output features is the hidden
-    size divided by the tensor-parallel size. The projection uses fp8 only if the last transformer layer does."""
+    size divided by the tensor-parallel size. The projection uses fp8 only if the last transformer layer uses fp8."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

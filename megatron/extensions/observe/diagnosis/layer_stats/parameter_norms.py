@@ -27,7 +27,8 @@ QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements [start, stop) of the optimizer's shard of one bucket, whose squares this rank adds to its sums."""
+    """Range of elements [start, stop) in the optimizer's shard of one bucket. This rank adds the squares of these
+    elements to its sums."""
 
     shard: Shard
     start: int

@@ -86,7 +86,7 @@ class Expected:
         trained, mean = steps * self.step_seconds, self.between_failures
         blocking = max(self.save.blocking, self.save.seconds - trained)
         restart = self.restart_seconds + self.save.seconds - blocking
-        # With an exponent this large, the run practically never completes a segment, and math.exp could overflow.
+        # With an exponent this large, the run almost never completes the next save, and math.exp could overflow.
         if (restart + trained + blocking) / mean > 500:
             return Shares(steps, 0.0, 0.0, 1.0, 0.0)
         wall = mean * math.exp(restart / mean) * math.expm1((trained + blocking) / mean)

@@ -247,7 +247,7 @@ def rehearsal_of(
 
 
 def device_of(config: RunConfig) -> str:
-    """Return the device whose memory and kernels are rehearsed."""
+    """Return the device type whose memory and kernels a rehearsal uses."""
     return "cpu" if config.parallel.cpu else "cuda"
 
 

@@ -240,8 +240,8 @@ class LayoutCosts:
         ]
 
     def _replicas(self, layout: Layout) -> Step:
-        """Return a step that is used to time the communication among a layout's replicas. This time depends neither on
-        the schedule nor on the micro-batch."""
+        """Return a `Step` with which the communication time among a layout's replicas is predicted. This time depends
+        neither on the schedule nor on the micro-batch."""
         family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
         return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
 

@@ -34,8 +34,8 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Numbers of stages per rank that the search tries for schedules that accept any number of stages."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
-"""Schedules to search, in addition to the run's schedule. gpipe is omitted, because it takes as long as 1f1b and more
-memory."""
+"""Schedules to search, in addition to the run's schedule. gpipe is omitted, because it takes as long as 1f1b and needs
+more memory."""
 
 
 class Family(NamedTuple):

@@ -152,7 +152,7 @@ class Recorder(LiveMemory):
             self._unseen = False
 
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
-        """Yield the parts of a loop that a plan runs. A yielded part may represent several similar parts.
+        """Yield the `parts` of a loop that are run during planning. Each may represent several similar parts.
 
         The loop is checked in ranges with an odd number of parts. The middle part represents its range if the first,
         the middle and the last part of the range do the same work, with sizes that grow evenly. Otherwise, each half of
@@ -262,8 +262,8 @@ class Recorder(LiveMemory):
     ) -> None:
         """Record the launch of a fused kernel for the given number of query-key pairs over all heads.
 
-        With `dropout`, the backward pass consists of two kernels, which are recorded as one launch. Each of them
-        recomputes the scores and their gradients, and hashes the dropout masks.
+        With `dropout`, the backward pass consists of two kernels, which are recorded as one launch. Each of the two
+        kernels recomputes the scores and the gradients of the scores, and hashes the dropout masks.
         """
         passes = 1 + dropout
         of_pair = (2 + passes) * width + (1 + passes) * value_width if backward else width + value_width
@@ -326,7 +326,7 @@ class Recorder(LiveMemory):
         written = [x for x in given if storage_id(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
-        read += total_size([x for x in made if x.is_floating_point()])  # backward also reads the output gradients
+        read += total_size([x for x in made if x.is_floating_point()])  # the backward pass reads gradients of outputs
         return out
 
 

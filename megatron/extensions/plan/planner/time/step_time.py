@@ -68,8 +68,8 @@ class StepTime:
 
     parts: dict[str, float]
     bubble: float
-    """Share of the step time in which a pipeline rank is idle or waits for messages before the last pass ends, averaged
-    over the ranks."""
+    """Share of the step time in which a pipeline rank is idle or waits for messages before the last pass ends. The
+    share is averaged over the ranks."""
 
     parts_of_pp_rank: int | None
     """Pipeline rank whose times `parts` holds; None without pipeline parallelism."""
@@ -144,7 +144,7 @@ class Exposed(NamedTuple):
 
 
 class Step:
-    """Training step of one configuration on one kind of device, whose time is predicted."""
+    """Predictor of the time of a training step, for one configuration on one kind of device."""
 
     def __init__(
         self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache

@@ -8,8 +8,8 @@ copied to the host during the pass, the pass takes
 
 max(C, coming / rate, leaving / rate)
 
-seconds. Here, `rate` is the copy rate in each direction, `host_gb_per_second` in the device file. The excess over C is
-exposed.
+seconds. Here, `rate` is the copy rate in each direction, `host_gb_per_second` in the device file. The time by which the
+pass exceeds C is exposed: it extends the pass.
 """
 
 from __future__ import annotations
