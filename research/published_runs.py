@@ -11,8 +11,8 @@ sources are in research/published_runs.yaml.
 With --memory, the tool prints the published and the planned peak memory of each run, on the rank that uses the most
 memory. Some published programs store the attention scores, which this program does not. For such programs, the tool
 prints the computed size of the scores, and the relative error with and without the scores. Then it prints the median
-and the maximum of the errors. Runs on other hardware are excluded from these statistics. The plans are those of
-`pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
+and the maximum of the errors. Runs on other hardware are excluded from these statistics. The plans are computed in the
+same way as by `pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
 research/published_memory.yaml.
 """
 

@@ -143,7 +143,7 @@ def about_weights(weights: ForeignWeights) -> Iterator[str]:
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Return the keys in sorted order, with those of parameters before those of optimizer states."""
+    """Return the sorted keys of parameters, followed by the sorted keys of optimizer states."""
     return sorted(keys, key=lambda key: (not key.startswith(MODEL), key))
 
 

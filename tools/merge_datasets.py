@@ -2,8 +2,8 @@
 
     python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all
 
-An input is the prefix of a dataset, or a folder. A folder stands for all datasets in it, sorted by name. Prefixes may
-be URLs, such as s3://bucket/a_text_document. Memory use does not depend on the size of the data.
+An input is the prefix of a dataset, or a folder. If an input is a folder, all datasets in it are merged, sorted by
+name. Prefixes may be URLs, such as s3://bucket/a_text_document. Memory use does not depend on the size of the data.
 """
 
 from __future__ import annotations

@@ -171,9 +171,9 @@ class Names:
 
 
 def version_of(microbatch: int, microbatches: int) -> int:
-    """Return the number of optimizer updates that the weights used for `microbatch` have received in a schedule without
-    flush. Micro-batches are numbered over all steps. Without flush, the passes of a step begin before the optimizer
-    update of the previous step."""
+    """Return the version of the weights with which `microbatch` is computed in a schedule without flush. The version is
+    the number of earlier optimizer updates. Micro-batches are numbered over all steps. Without flush, the passes of a
+    step begin before the optimizer update of the previous step."""
     return max(0, microbatch // microbatches - 1)
 
 

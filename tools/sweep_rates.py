@@ -71,7 +71,8 @@ def best_rate(curve: Curve) -> Best | None:
 
 
 def next_rate(curve: Curve) -> float | None:
-    """Return the next rate beyond the smallest or largest rate if the loss is lowest at that rate; None otherwise."""
+    """Return the next rate to try if the loss is lowest at the smallest or at the largest rate so far: a rate beyond
+    that end. Otherwise, return None."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
     if lowest == 0:

@@ -189,11 +189,11 @@ class Meter:
         return False
 
     def take(self) -> Tensor | None:
-        """Return this rank's counts since the last call (flat, float64), to be summed over all ranks; or None."""
+        """Return this rank's counts since the last call as a flat float64 tensor, or None. The run sums the counts."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
-        """Return values to log, computed from `summed`, the sum of `take` over the world; equal on all ranks."""
+        """Return values to log, computed from `summed`, which is the sum of `take` over all ranks on every rank."""
         return {}
 
     def write(self, log: Log) -> None:
@@ -373,7 +373,7 @@ class Callback:
         `newest` is complete, on one rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
-        """Called before the first step and after a checkpoint, if there is one, is loaded."""
+        """Called before the first step, after the checkpoint, if there is one, has been loaded."""
 
     def on_step_end(self, run: RunView) -> None:
         """Called after each step. The device may still be computing the step."""

@@ -192,7 +192,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("data"):
         data, plan = planned_data(config, runtime)
     with phases("inputs of extensions"):
-        check_same_data(data.fingerprints, state.world)  # this check also waits for all ranks
+        check_same_data(data.fingerprints, state.world)  # also waits for all ranks
         parts = parts or Parts().with_registered(config)
         for callback in parts.callbacks:
             callback.on_setup(runtime)

@@ -59,7 +59,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             return train(run)
         except BaseException as error:
             tell_of_failure(error, callbacks, launch, built)
-            watchdog.fail(error)  # before `resources` close, because closing may wait for missing ranks
+            watchdog.fail(error)  # must precede the closing of `resources`, which may wait for missing ranks
 
 
 def train(run: TrainingRun) -> ExitCode:

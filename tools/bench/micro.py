@@ -96,8 +96,9 @@ def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.devic
 
 
 def experts(config: RunConfig) -> Iterator[Part]:
-    """Yield parts that compute the weight gradients of all experts of `gpu.py --config experts`, for each kernel and
-    for two distributions of rows: equal numbers of rows, and half of the rows for a single expert."""
+    """Yield parts that compute the weight gradients of all experts of `gpu.py --config experts`, one part for each
+    kernel and each distribution of rows. There are two distributions: equal numbers of rows for all experts, and half
+    of the rows for a single expert."""
     from megatron.extensions.speed.fusions.grouped_choice import LISTS, TILES
 
     shapes = expert_shapes(config, torch.device("cpu"))
@@ -123,7 +124,8 @@ def expert_shapes(config: RunConfig, device: torch.device) -> Any:
 
 
 def expert_share(shapes: Any) -> float:
-    """Return the total number of rows in the uneven distribution over experts, divided by `shapes.expert_rows`."""
+    """Return the total number of rows of all experts in the uneven distribution, as a multiple of
+    `shapes.expert_rows`."""
     from megatron.extensions.speed.fusions.grouped_choice import uneven
 
     return float(sum(uneven(shapes)) / shapes.expert_rows)

@@ -31,7 +31,7 @@ PLANS = {
     "mamba2": ("mamba2", "--bf16"),
     "llama-8b-layers fp8": ("llama-8b-layers", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
 }
-"""Model of tools/bench/gpu.py and additional flags for each group of rows, keyed by the name that the rows show."""
+"""Dict from the name of each group of rows to the model in tools/bench/gpu.py and its additional flags."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
 """Flags whose effect on the step time is predicted. Each flag turns a mechanism, such as fusions, off or on."""

@@ -293,8 +293,8 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
-    """Compute one / other for each round that both contestants have run, and return the median of these ratios. The
-    load of the machine hardly affects this median."""
+    """Return the median of the ratios ours / others over the rounds that both contestants have run. The load of the
+    machine hardly affects this median."""
     assert not isinstance(ours, str) and not isinstance(others, str)
     return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 

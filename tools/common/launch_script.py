@@ -119,7 +119,7 @@ class LaunchScript:
         """Interpret a command, and combine its result with those of earlier commands in the same chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
-            if found and "--" in found[3]:  # The skipped assignment would add flags. Set the variable to "".
+            if found and "--" in found[3]:  # The skipped assignment would have set flags, so the variable is empty.
                 self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)

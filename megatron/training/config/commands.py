@@ -124,8 +124,8 @@ class CommandFacts:
 
 
 class ReadCommand(Protocol):
-    """Function that reads the options of a command. It is imported only if the command line contains one of these
-    options."""
+    """Function that reads the options of a command. The function is imported only if the command line contains an
+    option of the command."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the command that the options select, or None if they select no command. If the options are not valid,

@@ -171,9 +171,9 @@ class ExtensionSection:
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    An extension's flags with `part_of="model"` describe the model. Flags of the model can be read from a checkpoint,
-    are compared with the checkpoint's values, and are converted with the checkpoint. Flags with `part_of="data"` select
-    data."""
+    An extension's flags with `part_of="model"` describe the model. A run can read model flags from a checkpoint, and
+    compares their values with those in the checkpoint. Model flags are converted together with the checkpoint. Flags
+    with `part_of="data"` select data."""
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """Return the problems that the rules find in a resolved configuration, or none if the flags are unused."""

@@ -44,8 +44,8 @@ class Reading:
 
 
 class ForeignProgram(Protocol):
-    """Another training program. A subclass describes its flags and values that this program lacks, and how the results
-    of the two programs differ.
+    """Another training program. A subclass lists the other program's flags and values that this program lacks, and
+    describes how the results of the two programs differ.
 
     @FOREIGN_PROGRAMS.register("Theirs")
     class Theirs(ForeignProgram): ...
@@ -436,7 +436,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """Return the unsupported feature of another program that these values of `flag` select, or None."""
+    """Return the unsupported feature of another program that the values `texts` of `flag` select, if any."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

@@ -77,7 +77,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # users rarely set a default value
+            if named_value(config, field) != field_table()[field].default  # users rarely set defaults
         ]
         config = with_named(config, changed)
     if wanted[0]:

@@ -49,7 +49,7 @@ def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
     Raises ValueError with a one-line message if the text is not YAML, or contains values that settings files may not
     use. `any_tag` also permits values with application tags, which remain nodes.
     """
-    import yaml  # not imported at the top of the module, because most runs do not need yaml
+    import yaml  # imported here, because most runs do not need yaml
 
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -123,7 +123,7 @@ class FailureHandler:
         """End all ranks because the process of `rank` is gone. `seen` is the time of the rank's last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
-            with suppress(RuntimeError):  # this fails if the process that is gone hosted the store
+            with suppress(RuntimeError):  # raised if the process that is gone hosted the store
                 phase = board.last_phase(rank)
             phase = f"{phase or 'unknown'}, at its last sign of life"
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
@@ -142,7 +142,7 @@ class FailureHandler:
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
         """End this rank because `ranks` on other hosts cannot be reached. One of these ranks may host the store."""
         if self.ending:
-            time.sleep(GATHER + PARTING)  # another thread is ending this process, but the store may block it
+            time.sleep(GATHER + PARTING)  # another thread is ending this process, but may hang in a store call
             self._end_alone(failure)
         with self._only_once():
             if not _within(STORE_ANSWER, lambda: self._board.cause()):
@@ -301,7 +301,7 @@ class FailureHandler:
         def gone() -> bool:
             return not here.state() if here is not None else store_refuses()
 
-        if not board.wait(gone, STORE_ANSWER):  # wait, because a process closes its connections before it ends
+        if not board.wait(gone, STORE_ANSWER):  # the process closes its connections before it ends
             return None
         who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
         process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"
@@ -382,7 +382,7 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            if START not in os.environ:  # no starter that reports to the launcher
+            if START not in os.environ:  # no starter informs the launcher of the failure
                 time.sleep(0.5)  # let the launcher notice the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)

@@ -52,7 +52,7 @@ PERIOD = 0.4
 """Seconds between a rank's checks of the store."""
 
 MARGIN = 3.0
-"""Seconds that torch may take, after the time limit of a connection, to report that the connection failed."""
+"""Seconds that torch may need, beyond the time limit of a connection, to report that the connection failed."""
 
 PATIENCE = 10.0
 """Seconds after which a rank that waits at start-up prints what it is waiting for."""
@@ -148,7 +148,7 @@ def store_refuses() -> bool:
         socket.create_connection(address, timeout=1.0).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # unknown whether the port is open: host or network may be down
+    except OSError:  # The host or the network may be down, so it is unknown whether the port is open.
         return False
     return False
 

@@ -100,5 +100,5 @@ class Ignored:
 
     def _say(self, text: str) -> None:
         if self._reports:
-            with suppress(OSError):  # for example, the log is on a full disk
+            with suppress(OSError):  # raised, for example, if the log is on a full disk
                 print(f"{self._here()}: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Computation of attention to selected keys in chunks of queries.
 
-All heads share one key per token. The value of a token is not stored separately: it is the first channels of the key,
-as in the form of multi-latent attention that attends to latents directly. One softmax may cover several key sets, such
-as the token keys and the compressed keys of DeepSeek-V4.
+All heads share one key per token. The value of a token is not stored separately: it consists of the first channels of
+the key, as in the form of multi-latent attention that attends to latents directly. One softmax may cover several key
+sets, such as the token keys and the compressed keys of DeepSeek-V4.
 
 GPU kernels (`kernels/attention.py`) replace the forward and backward passes where the kernels are faster. In tensor
 shapes, n, b, s and h are the numbers of queries, samples, keys and heads.

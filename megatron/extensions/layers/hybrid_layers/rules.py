@@ -35,8 +35,8 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a problem if the value of a flag results in a matrix dimension on a rank that is not a multiple of the
-    size that the linear format requires.
+    """Report a problem if the value of a flag results in a matrix dimension that the linear format does not support. On
+    each rank, the dimension must be a multiple of the size that the format requires.
 
     Args:
         c: Configuration.

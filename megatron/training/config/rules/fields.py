@@ -71,7 +71,8 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
-        # If the whole section of the flag has no effect, do not report conditions that depend on the same section.
+        # If all flags of a section have no effect, one notice is enough. Conditions that name a flag of that section
+        # are skipped.
         for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):

@@ -346,8 +346,8 @@ Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], fl
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """Yield test arguments for `attend_to_selected`, one set for each kind of layer in a run. The queries are those of
-    the last tokens of a sequence."""
+    """Yield test arguments for `attend_to_selected`, one set for each kind of layer in a run. The queries belong to the
+    last tokens of a sequence."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):

@@ -254,7 +254,7 @@ BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8,
 """Block sizes for GPUs of compute capability 10. Larger blocks would need more shared memory than these GPUs have."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
-"""Block sizes for other GPUs, which have at least 99 KiB of shared memory per program."""
+"""Block sizes for GPUs of other compute capabilities, which have at least 99 KiB of shared memory per program."""
 
 SCAN = 1024
 """Number of list entries that a program reads at once while it searches for the end of a query's list."""
