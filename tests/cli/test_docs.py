@@ -138,8 +138,9 @@ def test_all_links_resolve(page: str) -> None:
 
 
 def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
-    """With --strict, broken links and anchors, pages that are missing from the navigation, and docstrings that cannot
-    be parsed are errors. The option -q is not used, because mkdocs would then ignore warnings."""
+    """With --strict, mkdocs reports an error for broken links and anchors, for pages that are missing from the
+    navigation, and for docstrings that cannot be parsed. The option -q is not used, because mkdocs would then ignore
+    warnings."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     build = "-m mkdocs build --strict -f scripts/mkdocs.yml -d".split()

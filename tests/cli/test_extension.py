@@ -39,9 +39,8 @@ def test_a_run_with_custom_parts_is_stopped_resumed_and_used(tmp_path: Path) -> 
     assert done.returncode != 0
     assert "--own-decay 0.9 in the checkpoint, 0.5 in the run" in done.stderr and "patience" not in done.stderr
 
-    # The saved configuration names the extension, so a resumed run loads the extension. The extension's optimizer
-    # states are restored
-    # under a different layout.
+    # The saved configuration names the extension, so a resumed run loads the extension. The optimizer states of the
+    # extension are restored under a different layout.
     done = run_program(*resume, "--own-patience", "0", code=0)
     assert "loaded checkpoint of iteration 6" in done.stdout
     one, two = records(whole), records(cut)

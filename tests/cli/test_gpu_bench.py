@@ -1,5 +1,5 @@
-"""Tests of tools/bench/gpu.py without a GPU. They cover the choice of models that fit in memory, a complete run, and
-the grouping of profiled kernels."""
+"""Tests of tools/bench/gpu.py without a GPU. The tests cover the choice of models that fit in memory, a complete run,
+and the grouping of profiled kernels."""
 
 from __future__ import annotations
 

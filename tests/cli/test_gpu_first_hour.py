@@ -167,7 +167,7 @@ def test_every_run_is_valid(recorded: Recorded) -> None:
 
 def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) -> None:
     out, python = tmp_path / "out", stub(tmp_path, '[[ "$*" == *muon* ]] && kill -KILL $$\nexit 0')
-    for _ in range(2):  # if a part runs again, its new figures replace the old ones
+    for _ in range(2):  # if a part runs again, its new measurements replace the old measurements
         done = first_hour("features", str(out), PYTHON=python)
         assert done.returncode == 1 and done.stdout.count("failed: features: code 137 of ") == 1
     calls = read_folder(out).calls

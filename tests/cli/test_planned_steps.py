@@ -1,4 +1,4 @@
-"""tools/bench/planned_steps.py predicts step times with all Triton kernels and with single kernels disabled."""
+"""tools/bench/planned_steps.py predicts step times with all kernels, and with single kernels disabled."""
 
 from __future__ import annotations
 

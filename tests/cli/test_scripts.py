@@ -1,5 +1,5 @@
-"""Tests of the shell scripts. They check the syntax of the scripts, the launch commands that the scripts build, and the
-validity of the settings."""
+"""Tests of the shell scripts. The tests check the syntax of the scripts, the launch commands that the scripts build,
+and the validity of the settings."""
 
 from __future__ import annotations
 

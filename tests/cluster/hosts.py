@@ -159,7 +159,7 @@ class Box:
             self.disk.mkdir(parents=True, exist_ok=True)
             self.disk_of(host).mkdir(exist_ok=True)
             script += f"mount --bind '{self.disk_of(host)}' '{self.disk}'; "
-        # This process is the init process of the host. It reaps the processes whose parents have ended.
+        # This process is the init process of the host and therefore reaps the processes whose parents have ended.
         script += "echo ready; exec >/dev/null; while true; do sleep 1000 & wait; done"
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         keeper = subprocess.Popen(

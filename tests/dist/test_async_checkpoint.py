@@ -1,5 +1,5 @@
-"""Tests of checkpoints that are saved in the background. They check the written files, the files that remain if the
-process is killed, and the effect of a failed save on the run."""
+"""Tests of checkpoints that are saved in the background. The tests check the written files, the files that remain if
+the process is killed, and the effect of a failed save on the run."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def shape_of(param: Tensor, metas: dict[int, ParamMeta]) -> tuple[int, ...]:
 
 
 class WholeShampoo(torch.optim.Optimizer):
-    """Implementation of Shampoo for unsharded tensors [..., rows, columns]. It computes matrix roots by SVD."""
+    """Implementation of Shampoo that computes matrix roots by SVD. The tensors [..., rows, columns] are unsharded."""
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:

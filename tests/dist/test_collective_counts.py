@@ -69,7 +69,7 @@ def recorded() -> Iterator[list[Call]]:
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
     """Return the number of bytes that a rank sends in the given collectives. All collectives except all-to-all use ring
-    algorithms. In an all-to-all, a rank sends every block except its own."""
+    algorithms. In an all-to-all, a rank sends every block except the block that it keeps."""
     steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
 

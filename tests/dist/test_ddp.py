@@ -1,5 +1,5 @@
-"""Tests of gradient buffers. They check the accumulated gradients, the precision of the accumulation, and the errors
-that report misuse.
+"""Tests of gradient buffers. The tests check the accumulated gradients, the precision of the accumulation, and the
+errors that report misuse.
 
 tests/parity/test_matrix.py compares the gradients with autograd's gradients under every layout.
 """

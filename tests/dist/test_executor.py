@@ -36,8 +36,8 @@ def flags_of(schedule: str, p: int, m: int) -> list[str]:
 
 
 class FreedOnceSent:
-    """Forward hook for all stages except the last. It asserts that all earlier outputs have been freed, because they
-    have been sent."""
+    """Forward hook for all stages except the last. The hook asserts that all earlier outputs have been freed, because
+    these outputs have been sent."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[Tensor]] = []

@@ -1,5 +1,5 @@
-"""Tests of mixture-of-experts models in the training loop. They cover the logged values, multi-token prediction and
-16-bit training."""
+"""Tests of mixture-of-experts models in the training loop. The tests cover the logged values, multi-token prediction
+and 16-bit training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of process groups. They check the members of each group, and they check that all ranks take part in the
+"""Tests of process groups. The tests check the members of each group, and they check that all ranks take part in the
 creation of each group."""
 
 from unittest import mock

@@ -1,5 +1,6 @@
-"""The backward pass of each collective A must be its adjoint A', that is, <Ax, y> = <x, A'y> for all x and y. The fast
-path for a single rank is also tested. tests/parity/test_matrix.py checks the values that the collectives compute."""
+"""The backward pass of each collective A must be its adjoint A', that is, <Ax, y> = <x, A'y> for all x and y. The tests
+also cover the fast path for a single rank. tests/parity/test_matrix.py checks the values that the collectives
+compute."""
 
 from __future__ import annotations
 

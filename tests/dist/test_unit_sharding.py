@@ -1,5 +1,5 @@
-"""Tests of ZeRO-2 and ZeRO-3. They check how long parameters are unsharded, how many bytes are sent, and which unit is
-prefetched."""
+"""Tests of ZeRO-2 and ZeRO-3. The tests check how long parameters are unsharded, how many bytes are sent, and which
+unit is prefetched."""
 
 from __future__ import annotations
 

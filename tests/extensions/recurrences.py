@@ -1,5 +1,5 @@
-"""Helpers for tests of linear attention. They create operands and packed documents, reduce all results to a scalar,
-compare chunked computations with recurrences, and count FLOPs."""
+"""Helpers for tests of linear attention. The helpers create operands and packed documents, reduce all results to a
+scalar, compare chunked computations with recurrences, and count FLOPs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of runs that resume from damaged checkpoints: the messages, the loaded checkpoint, and the final result. A full
-disk is also tested.
+"""Tests of runs that resume from damaged checkpoints: the messages, the loaded checkpoint, and the final result. The
+tests also cover a full disk.
 
 A run of two processes under TP 2 saves at iterations 2, 4 and 6 and then stops. The same command resumes from a copy
 whose two newest checkpoints are damaged and continues to iteration 8. The last checkpoint of the resumed run is

@@ -1,5 +1,5 @@
-"""GPU kernels are compared with their definitions in torch. The tests cover residual additions within GEMMs, losses
-with their gradients, and all kernels that other tests run in Triton's interpreter on the CPU."""
+"""Tests that compare GPU kernels with their definitions in torch. The tests cover residual additions within GEMMs,
+losses with their gradients, and all kernels that other tests run in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run the parity matrix on a GPU. Some combinations use one rank. In the other combinations, several ranks share the
 GPU and communicate over gloo or NCCL.
 
-Each combination is compared with one process on the CPU. All runs use fp64. They do not use dropout, because the CPU
-and the GPU draw different dropout masks.
+Each combination is compared with one process on the CPU. All runs use fp64. Dropout is disabled, because the CPU and
+the GPU draw different dropout masks.
 """
 
 from __future__ import annotations

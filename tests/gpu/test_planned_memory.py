@@ -1,5 +1,5 @@
-"""Planned activations are compared with the activations that autograd keeps on a GPU, where norms and attention save
-different tensors than on the CPU."""
+"""Tests that compare planned activations with the activations that autograd keeps on a GPU. On a GPU, norms and
+attention save different tensors than on the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPU kernels for attention to selected keys are compared with plain torch in fp32. The order in which the kernels add
-terms is also tested."""
+"""Tests that compare GPU kernels for attention to selected keys with plain torch in fp32. The tests also cover the
+order in which the kernels add terms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Training on GPUs is compared with training on the CPU. Each run is a separate process, so that the pytest process
-never touches CUDA and other tests can fork."""
+"""Tests that compare training on GPUs with training on the CPU. Each run is a separate process, so that the pytest
+process never touches CUDA and other tests can fork."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ DROPOUTS = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "eos_token
 def test_packed_documents_of_transformers_are_judged(model: type[PreTrainedModel], tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = saved(model(), tmp_path)  # type: ignore[call-arg]
-    # Trainer disables the cache too; with a cache, attention would cross documents
+    # as Trainer does, because attention with a cache would cross documents
     other.model.config.use_cache = False
     positions = [[*range(9), *range(8)], [*range(4), *range(13)]]
     other.inputs = {"position_ids": torch.tensor(positions)}

@@ -49,8 +49,8 @@ def token_by_token(
 def test_the_scan_matches_the_recurrence(
     length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scan processes the channels in one part or in several parts. Sequences of prime length form a single chunk;
-    other sequences are divided into equal chunks."""
+    """The scan processes the channels in one part or in several parts. Sequences of prime length form a single chunk.
+    Other sequences are divided into equal chunks."""
     monkeypatch.setattr(scan, "MOST_STATES", at_a_time)
     *tokens, state = operands(length)
     number = documents(length) if packed else None

@@ -43,9 +43,8 @@ SHRUNK = {
     ).split(),
 }
 
-# Programs that replace the launchers and come first in PATH. srun runs its command once; the other launchers record the
-# words
-# of the command.
+# Programs that replace the launchers and come first in PATH. srun runs its command once. The other launchers record the
+# words of the command.
 TELL = 'import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], "w"))'
 STAND_INS = {
     "srun": 'while [[ "$1" == -* ]]; do shift; done; exec "$@"',

@@ -1,6 +1,6 @@
 """Tests of `tools/translate_flags.py --list`, which lists the treatment of each Megatron-LM flag that this program
-lacks. The known differences between the programs are also tested; a difference is printed if it affects the given
-flags."""
+lacks. The tests also cover the known differences between the programs. The tool prints a difference if it affects the
+given flags."""
 
 from __future__ import annotations
 

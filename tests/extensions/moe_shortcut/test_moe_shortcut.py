@@ -1,5 +1,5 @@
-"""Tests of shortcut-connected experts. The last layer must not leave an expert output pending. Text generation is also
-tested. The tests in tests/extensions/hugging_face compare LongCat-Flash with transformers."""
+"""Tests of shortcut-connected experts. The last layer must not leave an expert output pending. The tests also cover
+text generation. The tests in tests/extensions/hugging_face compare LongCat-Flash with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multipliers of muP and CompleteP are compared with the papers and with Megatron-LM. The parity matrix
+"""Tests that compare the multipliers of muP and CompleteP with the papers and with Megatron-LM. The parity matrix
 (tests/parity) tests muP under parallel layouts."""
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_streamed_weights_train_to_the_same_bits(name: str) -> None:
     """The test compares loss, gradients, gradient norm, weights, main parameters and moments of two steps with and
-    without streamed weights. They are equal even if copies complete as late as possible and freed memory loses its
-    values."""
+    without streamed weights. The compared values are equal even if copies complete as late as possible and freed memory
+    loses its values."""
     ranks, flags = RUNS[name]
     plain = train_in_world(ranks, shlex.split(MODEL + flags))
     with late_copies():

@@ -1,5 +1,5 @@
-"""Tests of QK-Clip. They cover the computation of the largest attention logit of each head, and the clipping of the
-head's weights."""
+"""Tests of QK-Clip. The tests cover the computation of the largest attention logit of each head, and the clipping of
+the head's weights."""
 
 from __future__ import annotations
 

@@ -48,9 +48,8 @@ def test_each_sample_is_assigned_once_and_no_exchange_helps_the_busiest(shape: t
     assert dealt.shape == (micro_batches, replicas, size) and sorted(dealt.ravel().tolist()) == list(range(len(works)))
     sums = works[dealt].sum(2)
     assert (np.diff(sums, axis=0) <= 0).all()  # The micro-batches are in order of decreasing work.
-    # The assignment cannot be improved: after any exchange of two samples between the busiest replica and another
-    # replica,
-    # one of the two has at least as much work as the busiest replica has now.
+    # The assignment cannot be improved. After any exchange of two samples between the busiest replica and another
+    # replica, one of the two replicas has at least as much work as the busiest replica has now.
     totals = works[dealt].sum((0, 2))
     busiest = int(totals.argmax())
     for other in range(replicas):

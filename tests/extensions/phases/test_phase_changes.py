@@ -23,9 +23,9 @@ CHANGES = {
 
 @pytest.mark.grid("change", [17], CHANGES)
 def test_runs_killed_around_a_change_of_phase_take_each_sample_once(change: int, tmp_path: Path) -> None:
-    """All phases use the data source `web`; the last phase does not use `code`. The phases change the blend, sequence
-    length, rotary base, batch size and learning rate. The sequence length finally returns to its initial value. The
-    sample log equals that of a one-process run byte for byte."""
+    """All phases use the data source `web`. The last phase does not use the data source `code`. The phases change the
+    blend, sequence length, rotary base, batch size and learning rate. The sequence length finally returns to its
+    initial value. The sample log equals that of a one-process run byte for byte."""
     random = np.random.default_rng(1)
     texts = ((random.integers(0, 64, int(random.integers(5, 60))) for _ in range(120)) for _ in range(2))
     web, code = (write_documents(tmp_path / name, text) for name, text in zip(("web", "code"), texts, strict=True))

@@ -1,5 +1,5 @@
-"""The predicted goodput on failing devices is compared with that of a simulated run. The options that request the
-prediction are also tested."""
+"""Tests that compare the predicted goodput on failing devices with the goodput of a simulated run. The tests also cover
+the options that request the prediction."""
 
 from __future__ import annotations
 

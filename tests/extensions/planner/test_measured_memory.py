@@ -122,8 +122,9 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
 
 
 class WholeUnits:
-    """Meter for the unsharded parameters and gradients of sharding units (such as layers). It records the largest total
-    size in bytes of the unsharded parameters at any time, and the largest total size of the unsharded gradients."""
+    """Meter for the unsharded parameters and gradients of sharding units (such as layers). The meter records the
+    largest total size in bytes of the unsharded parameters at any time, and the largest total size of the unsharded
+    gradients."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0

@@ -65,7 +65,8 @@ def parallel_config(**fields: Any) -> ModelParallelConfig:
 
 
 def settle(live: LiveMemory) -> None:
-    """Wait until no more memory is freed. This is necessary because gloo's threads free send buffers with a delay."""
+    """Wait until no more memory is freed. The wait is necessary because gloo's threads free send buffers with a
+    delay."""
     same, before = 0, -1
     while same < 3:
         time.sleep(0.01)

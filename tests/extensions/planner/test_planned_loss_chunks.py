@@ -137,7 +137,7 @@ def test_chunks_do_not_add_flops(name: str) -> None:
 
 
 def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
-    """Each chunk reads and writes the weight gradient; the predicted step time includes these accesses."""
+    """Each chunk reads and writes the weight gradient. The predicted step time includes these accesses."""
     moved = []
     for size in (0, 15):
         parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)
@@ -212,7 +212,7 @@ FIGURES = {32768: (1.38, 0.69, 0.45), 131072: (4.38, 1.44, 0.64), 262144: (8.38,
 
 @pytest.mark.parametrize("vocab", FIGURES)
 def test_plans_match_the_figures_of_the_docs(vocab: int) -> None:
-    """docs/tuning.md states the same figures."""
+    """The expected values are those that docs/tuning.md states."""
     wide = replace(LARGE, hidden_size=4096, kv_channels=128, num_attention_heads=32, seq_length=8192, vocab_size=vocab)
     plans = [
         ActivationPlan(MicroBatch(wide, ModelParallelConfig(bf16=True, loss_chunk_tokens=size), 2, "cuda")).stage(HEAD)

@@ -1,5 +1,5 @@
-"""Compressed attention is compared with a plain implementation. The loss of the indexer and the memory use are also
-tested. The tests in tests/extensions/hugging_face compare logits and gradients with those of DeepSeek-V4."""
+"""Tests that compare compressed attention with a plain implementation. The tests also cover the loss of the indexer and
+the memory use. The tests in tests/extensions/hugging_face compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sparse attention is compared with dense attention that masks all keys that were not selected. The loss of the
-indexer, ties between scores, and saved tensors are also tested."""
+"""Tests that compare sparse attention with dense attention that masks all keys that were not selected. The tests also
+cover the loss of the indexer, ties between scores, and saved tensors."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def content(prefix):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Write four JSON lines files with 3 documents each. Some files are uncompressed; the others use gzip, or zstandard
-    with two frames."""
+    """Write four JSON lines files with 3 documents each. Some files are uncompressed. The others are compressed with
+    gzip, or with zstandard in two frames."""
     import zstandard
 
     texts = [f"document {i}\n" + "é" * (i * 500) for i in range(12)]
@@ -305,7 +305,7 @@ def test_merge_refuses_incompatible_inputs(tmp_path):
 
 
 def test_dump_equals_the_samples_of_megatron_lm(tmp_path):
-    """This test dumps a blend of data sets; `tests/pure/test_data_order.py` tests all other cases."""
+    """This test dumps a blend of data sets. `tests/pure/test_data_order.py` tests all other cases."""
     case = next(case for case in CASES if case["blend"][1])
     prefixes, weights = case["blend"]
     paths = [value for weight, prefix in zip(weights, prefixes, strict=True) for value in (weight, FIXTURES / prefix)]
