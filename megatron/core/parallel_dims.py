@@ -142,6 +142,7 @@ class ParallelDims:
 
     def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
         """Return groups that contain one rank of each instance: the first ranks of all instances, the second ranks of
-        all instances, and so on. `instance_groups` returns the groups within the instances."""
+        all instances, and so on. In contrast, `instance_groups` returns groups whose ranks all belong to the same
+        instance."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

@@ -119,10 +119,10 @@ class FlagSpec:
     has no effect, and turns the flag off before other rules check it."""
 
     needs: Conditions = ()
-    """Conditions that permit the flag. The flag is refused if none of these conditions is met."""
+    """Conditions that permit the flag. The flag is an error if none of these conditions is met."""
 
     excludes: Conditions = ()
-    """Conditions that conflict with the flag. The flag is refused if at least one of these conditions is met."""
+    """Conditions that conflict with the flag. The flag is an error if at least one of these conditions is met."""
 
     def broken_bound(self, value: float) -> str | None:
         """Return the rule that `value` violates; None if `value` is within the bounds of the flag."""

@@ -87,7 +87,8 @@ class MixerFacts:
     rank."""
 
     attends: bool = False
-    """True if the mixer extends the model's attention, and therefore uses the flags and positions of attention."""
+    """True if the mixer extends the model's attention, and therefore uses the attention flags and the token
+    positions."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
     """Function that returns the `LayerKind` of a layer with this mixer. The function receives the configuration, the

@@ -54,12 +54,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """Properties of the attention module that other mixers do not have (`AttentionFacts`)."""
+        """`AttentionFacts` of the attention module, that is, the properties that other mixers do not have."""
         return attention_facts(self.attention)
 
     @property
     def attention_mixer(self) -> MixerFacts:
-        """Properties of the attention module that every mixer has (`MixerFacts`)."""
+        """`MixerFacts` of the attention module, that is, the properties that mixers of all kinds have."""
         return MIXERS.facts(self.attention)
 
     @property

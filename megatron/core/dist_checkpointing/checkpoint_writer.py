@@ -68,8 +68,9 @@ class CheckpointWriter:
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """Known contents of the latest-checkpoint file: the content at the start of this run, and everything that this
-        run has written. If the file has any other content, another run has saved to the same folder."""
+        """Contents of the latest-checkpoint file that this run has read or written: the content at the start of the
+        run, and every later content that the run itself wrote. If the file has any other content, another run has saved
+        to the same folder."""
         self._world = world
         if world.size > 1:  # A separate group is needed, because two threads must not share a group.
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))

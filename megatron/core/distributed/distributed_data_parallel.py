@@ -220,7 +220,8 @@ class DistributedDataParallel:
         """Start the reductions of all buckets up to and including `bucket` that have not started yet. By default, start
         the reductions of all buckets.
 
-        All data-parallel ranks must call this method. No gradient may be added to these buckets until the step ends.
+        All data-parallel ranks must call this method. No gradient may be added to a bucket whose reduction has started
+        until the step ends.
         """
         end = len(self._reduced_whole) if bucket is None else bucket + 1
         while self._started < end:

@@ -306,7 +306,7 @@ def within_capacity(
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)
     table, places = all_gather(table, sequence), all_gather(places, sequence)
-    in_order = places.argsort()  # restores the sequence order, because the gathered rows are in rank order
+    in_order = places.argsort()  # restore the sequence order, because the gathered rows are in rank order
     best = table[in_order].sort(dim=0, descending=True, stable=True).indices
     standing = torch.empty_like(best)
     standing.scatter_(0, best, torch.arange(len(best), device=best.device)[:, None, None].expand_as(best))
