@@ -76,8 +76,8 @@ class MixerFacts:
     the run."""
 
     described: Callable[..., str] = lambda config: ""
-    """Function that returns a short description of the mixer, which plans print after the number and width of the
-    heads."""
+    """Function that returns a short description of the mixer. Plans print the description after the number and width of
+    the heads."""
 
     letter: str = ""
     """Letter that represents the mixer in --hybrid-layer-pattern."""

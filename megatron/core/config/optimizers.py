@@ -98,7 +98,7 @@ class StatePlan:
         return None
 
     def described(self, optimizer: Section, params_dtype: str, main_dtype: str) -> str | None:
-        """Return a description of the formats of main parameters and states, which a plan prints. Return None if the
+        """Return the description of the formats of main parameters and states that a plan prints. Return None if the
         main parameters and states have the main dtype."""
         return None
 

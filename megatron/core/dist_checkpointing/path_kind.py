@@ -203,8 +203,8 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
 
 
 def is_foreign_model(path: str | PurePath) -> bool:
-    """Return whether the path is a model in a foreign format (not the checkpoint format of this library) that --load
-    accepts."""
+    """Return whether the path is a model that --load accepts although the model is not in the checkpoint format of this
+    library."""
     kind = kind_of(path)
     return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 

@@ -26,8 +26,8 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     `permitted` lists additional classes and functions to which the file may refer. If the file refers to a class or
     function under another name, pass the pair (object, name) instead of the object. A permitted function must not let
     its arguments choose how much memory it allocates. The function raises pickle.UnpicklingError if a file refers to
-    other classes or functions, or requests too much memory for its size. If the file is damaged, many other exceptions
-    are possible.
+    other classes or functions, or requests too much memory for its size. If the file is damaged, the function may raise
+    many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:

@@ -60,8 +60,8 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a parameter: the elements [start, stop) of the rank's flattened tensor, which are at `offset` in the
-    buffer."""
+    """Part of a parameter: the elements [start, stop) of the rank's flattened tensor. These elements start at `offset`
+    in the buffer."""
 
     index: int
     meta: ParamMeta

@@ -62,8 +62,8 @@ class Part:
 
     start: int
     stop: int
-    """End of the range of shard elements. The elements [start, stop) are a block of shape `held` in row-major order,
-    which contains the part."""
+    """End of the range of shard elements. The elements [start, stop) are a block of shape `held` in row-major order.
+    This block contains the part."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]

@@ -228,7 +228,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.handle(action)
 
     def handle(self, action: Action) -> None:
-        """Call the method that runs actions of this kind."""
+        """Call the method that runs actions of the kind of `action`."""
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:

@@ -95,7 +95,7 @@ class TransformerBlock(nn.Module):
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Replace the rotary embeddings with the ones that `config` defines. Layers that share a rotary embedding must
-        also share one under `config`."""
+        also share a rotary embedding under `config`."""
         for number, built in zip(self.numbers, self._built, strict=True):
             rotation = config.layer(number).rotation
             if built.rotation is not None and rotation is not None:

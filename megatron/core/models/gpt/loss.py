@@ -87,7 +87,7 @@ class TokenLoss:
 
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
-        """Return the micro-batch that the loss is computed from. A subclass can override this method to replace
+        """Return the micro-batch from which the loss is computed. A subclass can override this method to replace
         `labels` or `loss_mask`.
 
         The method is called before the micro-batch is copied to the device and before context parallelism shards it, so
