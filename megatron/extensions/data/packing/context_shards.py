@@ -64,7 +64,8 @@ class Score(NamedTuple):
 
 
 def score(owners: Owners, documents: Documents, ranks: int) -> Score:
-    """Compute the cost of the division `owners` for the samples of a micro-batch."""
+    """Compute the cost of the division `owners` for the samples of a micro-batch. `documents` contains the start
+    positions of the documents in each sample."""
     works = np.bincount(owners, seen_keys(documents, len(owners)), ranks)
     changes = np.flatnonzero(np.diff(owners, prepend=-1))
     tiles = np.zeros(ranks)
@@ -78,7 +79,8 @@ def score(owners: Owners, documents: Documents, ranks: int) -> Score:
 
 
 def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
-    """Return the number of keys that the query at each position attends to, summed over samples, [seq_length]."""
+    """Return the number of keys that the query at each position attends to, summed over samples, [seq_length].
+    `documents` contains the start positions of the documents in each sample."""
     places = np.arange(seq_length)
     counts = np.zeros(seq_length, np.int64)
     for starts in documents:
@@ -118,8 +120,8 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """Return the fastest division. If several divisions are about equally fast, return the division that sends the
-    fewest keys. Ties are broken in favor of earlier divisions."""
+    """Return the fastest of the divisions in `found`. If several divisions are about equally fast, return the division
+    that sends the fewest keys. Ties are broken in favor of earlier divisions."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
     fair = [place for place, each in enumerate(scores) if each.time <= EQUAL * least]
@@ -286,7 +288,7 @@ def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
 
 
 def owners_of(shards: Shards, seq_length: int) -> Owners:
-    """Return the rank that holds each position, [seq_length]."""
+    """Return the rank whose entry in `shards` contains each position, [seq_length]."""
     owners = np.empty(seq_length, np.int64)
     for rank, spans in enumerate(shards.held):
         for span in spans:

@@ -32,8 +32,8 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 
 
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Divide items into groups of equal size and approximately equal work. Return the item numbers of each group,
-    [groups, size].
+    """Divide items into groups of equal size and approximately equal work. `works` contains the work of each item.
+    Return the item numbers of each group, [groups, size].
 
     Items are assigned to groups in descending order of work. Among the groups with fewer than `size` items, each item
     is assigned to the group with the least work. Afterwards, items of the group with the most work are swapped with
@@ -54,8 +54,9 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
-    """Swap one item of the group with the most work for an item of another group. The chosen swap minimizes the maximum
-    of the two groups' work. Return False if no swap reduces the work of the group with the most work."""
+    """Swap, in place, one item of the group with the most work for an item of another group. `works` contains the work
+    of each item. The chosen swap minimizes the maximum of the two groups' work. Return False if no swap reduces the
+    work of the group with the most work."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())
@@ -70,7 +71,8 @@ def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
 
 
 def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """Return the items of each micro-batch of each replica, [micro-batches, replicas, micro_batch_size].
+    """Assign items, such as samples, to replicas and micro-batches. `works` contains the work of each item. Return the
+    item numbers, [micro-batches, replicas, micro_batch_size].
 
     Work is balanced over replicas first, then over the micro-batches of each replica. The micro-batches of each replica
     are sorted by their work. With expert parallelism, replicas synchronize in every micro-batch, so this order reduces
@@ -83,7 +85,8 @@ def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDAr
 
 
 def imbalance(works: NDArray[np.int64], dealt: NDArray[np.int64]) -> float:
-    """Return the ratio of the busiest replica's work to the mean work per replica."""
+    """Return the ratio of the busiest replica's work to the mean work per replica. `works` contains the work of each
+    item, and `dealt` is an assignment in the form that `deal` returns."""
     sums = works[dealt].sum((0, 2))
     return float(sums.max() / max(float(sums.mean()), 1.0))
 
@@ -95,8 +98,8 @@ class WorkDealer:
     seq_length: int
 
     def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
-        """Return the work of each sample, [samples]. If the data set does not report the documents of its samples, each
-        sample counts as a single document."""
+        """Return the attention work of each sample, which is its number of query-key pairs, [samples]. If the data set
+        does not report the documents of its samples, each sample counts as a single document."""
         parts = (documents_of(dataset, number) for number in samples)
         lengths = ([count for _, _, count in each] for each in parts)
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)

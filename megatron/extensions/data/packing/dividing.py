@@ -88,6 +88,6 @@ def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
 
 
 def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
-    """Return the mean imbalance over micro-batches. The imbalances of single micro-batches are averaged, because ranks
-    synchronize in each micro-batch."""
+    """Return the mean of the imbalances `told`, one for each micro-batch. The imbalances of individual micro-batches
+    are averaged, because ranks synchronize in each micro-batch."""
     return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

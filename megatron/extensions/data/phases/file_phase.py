@@ -152,7 +152,8 @@ def _positive(entry: PhaseEntry) -> bool:
 
 
 def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
-    """Convert a start position that is a fraction of the run to the unit in which the run's length is given."""
+    """If the start position of `entry` is a fraction of the run, convert it to the unit in which the run's length is
+    given."""
     t = config.training
     if entry.unit != "fraction":
         return entry
@@ -164,8 +165,8 @@ def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
-    """Return the phases, the batch sizes of the run, and the problems found. The ends and the learning-rate schedules
-    of the phases are not set yet."""
+    """Return the phases that `entries` define, the batch sizes of the run, and the problems found. The ends and the
+    learning-rate schedules of the phases are not set yet."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
     own_sizes = any(entry.whole("global_batch_size") for entry in entries)

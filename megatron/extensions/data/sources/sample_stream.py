@@ -71,7 +71,7 @@ class SampleStream:
 
     def know(self, sample: int, place: Place) -> None:
         """Record the position at which a sample starts."""
-        with self._lock:  # locked, because a checkpoint may request positions while threads read samples
+        with self._lock:  # the lock is needed because a checkpoint may request positions while threads read samples
             if sample in self._places:
                 return
             self._places[sample] = place

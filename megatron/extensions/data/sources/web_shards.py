@@ -61,8 +61,8 @@ def _stored_shards(url: str, place: UrlPath) -> list[str]:
 
 
 def missing_shard(files: Sequence[str]) -> str | None:
-    """Return the path of the first shard that does not exist. Return None if all shards exist. For URLs, the function
-    sends one request per folder. Raises OSError."""
+    """Return the path of the first shard in `files` that does not exist. Return None if all shards exist. For URLs, the
+    function sends one request per folder. Raises OSError."""
     places = [located(file) for file in files]
     folders = {place.parent for place in places if isinstance(place, UrlPath)}
     stored = {folder / name for folder in folders for name in stored_names(folder)}

@@ -162,7 +162,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Encode chunks in parallel and yield them in order, with a bounded number of chunks in memory."""
+    """Encode chunks in `workers` parallel processes. Yield each chunk and its encoding, in order. The number of chunks
+    in memory is bounded."""
     if workers == 1:
         encoder = Encoder(job)
         for chunk in chunks:

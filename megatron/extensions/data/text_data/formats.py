@@ -75,7 +75,8 @@ class Chunk:
 
 
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
-    """Yield the records of all files, in order, in chunks of about `chunk_bytes` bytes.
+    """Yield the records of all files, in order, in chunks of about `chunk_bytes` bytes. `reading` determines how
+    records are read.
 
     Raises ValueError with the file name and the position if a file is damaged or does not have the format that its name
     implies.
@@ -227,8 +228,9 @@ not occur in text, or the structure of the format's header."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
-    """Return the format that a file's name implies. The default is JSON lines. Raises Unreadable if the content has a
-    different format."""
+    """Return the format that a file's name implies. The default is JSON lines. A .json file whose content does not
+    begin with an array is also read as JSON lines. Raises Unreadable if the beginning of `stream`, the file's content,
+    has a different format."""
     kind = file.format or "jsonl"
     if kind in ("parquet", "arrow"):
         return kind
@@ -262,7 +264,7 @@ def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
-    """Yield each object of an array as soon as it is complete."""
+    """Yield the objects of the JSON array in `stream`. Each object is yielded as soon as it is complete."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
     at = 0

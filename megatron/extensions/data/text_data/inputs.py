@@ -132,7 +132,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """Decompress a stored file. `suffix` is the compression suffix of the file name, or "" if the file is not
+    """Decompress the stored file `raw`. `suffix` is the compression suffix of the file name, or "" if the file is not
     compressed."""
     if suffix not in COMPRESSIONS:
         return raw

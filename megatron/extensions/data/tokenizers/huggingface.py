@@ -120,8 +120,8 @@ class _OverTokenizers:
 
 
 def _size_of(vocab: Mapping[str, int], flags: str) -> int:
-    """Return the number of ids of a vocabulary. Raises ValueError if an id exceeds `MOST_IDS`. Such a file must be
-    damaged or malicious, and the package would allocate a huge table of all ids when it saves the tokenizer."""
+    """Return the number of ids of the vocabulary `vocab`. Raises ValueError if an id exceeds `MOST_IDS`. Such a file
+    must be damaged or malicious, and the package would allocate a huge table of all ids when it saves the tokenizer."""
     token = max(vocab, key=vocab.__getitem__)
     if vocab[token] >= MOST_IDS:
         raise ValueError(

@@ -178,7 +178,8 @@ def _decoder(file: Path, found: object) -> dict[int, AddedToken]:
 
 
 def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Return the tokens of added_tokens.json, an object that maps texts to ids."""
+    """Return the tokens of added_tokens.json, an object that maps texts to ids. `special` contains the texts of special
+    tokens."""
     from tokenizers import AddedToken
 
     made: dict[int, AddedToken] = {}

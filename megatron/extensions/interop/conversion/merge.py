@@ -142,8 +142,8 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """Return the description of the merged checkpoints for the metadata of the output. Credentials are removed from
-    URLs."""
+    """Return the description of the merged checkpoints for the metadata of the output. `decay` is the learning rate
+    decay that the merge emulates, if any. Credentials are removed from the URLs in `paths`."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)
@@ -231,8 +231,9 @@ def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
 
 
 def _rates(rate: Callable[[int], float], iterations: Sequence[int]) -> tuple[float, float]:
-    """Return the minimum and the maximum learning rate between the first and the last checkpoint. Only two updates
-    between each pair of consecutive checkpoints are considered: the first one and the last one."""
+    """Return the minimum and the maximum learning rate between the first and the last checkpoint. `iterations` contains
+    the iterations of the checkpoints. Only two updates between each pair of consecutive checkpoints are considered: the
+    first one and the last one."""
     ends = [rate(each) for before, after in pairwise(iterations) for each in (before + 1, after)]
     return min(ends), max(ends)
 

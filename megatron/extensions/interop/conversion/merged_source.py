@@ -80,8 +80,8 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """Return the weighted sum of the models' tensors named `name`. `reads` contains one function per model, and
-        each function reads the tensor of its model."""
+        """Return the weighted sum, computed in `precision`, of the models' tensors named `name`. `reads` contains one
+        function per model, and each function reads the tensor of its model."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()

@@ -243,7 +243,7 @@ def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
     """Parse a weights table, which maps parameter names to Hugging Face tensor names, and yield its rules. Each value
     in the table contains the name of a layout and a colon, followed by Hugging Face names separated by spaces. For the
     layout "Same", the name and the colon are omitted. A name that starts with a dot is appended to the prefix of its
-    layer. `*` means both weight and bias.
+    layer: `our_layer` or `their_layer`. `*` means both weight and bias.
     """
 
     def whole(name: str, layer: str, kind: str) -> str:

@@ -173,9 +173,9 @@ class HFTarget(Target):
 
 
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
-    """Return the family of an export, and a notice if this family differs from the model's origin. A requested family
-    takes precedence. Without a request, the family of the model's origin is selected, provided that it can still
-    express the model. Otherwise, the first family that can express the model is selected.
+    """Return the family of an export, and a notice if this family differs from the model's origin. The requested family
+    `wanted` takes precedence. Without a request, the family of the model's origin is selected, provided that it can
+    still express the model. Otherwise, the first family that can express the model is selected.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
@@ -230,8 +230,8 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
 
 
 def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int | None:
-    """Return the padding token id in the tokenizer's settings. If the tokenizer has no padding token, return the id in
-    the generation settings."""
+    """Return the padding token id in tokenizer_config.json. If this file specifies no padding token, return the id in
+    generation_config.json."""
     settings, generation = (
         read_json(side_files[name]) if name in side_files else {}
         for name in ("tokenizer_config.json", GENERATION_CONFIG)

@@ -160,7 +160,8 @@ class _Section:
 
 
 def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) -> Tensor:
-    """Rearrange a tensor from the pattern `source` to the pattern `target`, as einops.rearrange does."""
+    """Rearrange a tensor from the pattern `source` to the pattern `target`, as einops.rearrange does. `sizes` contains
+    the sizes of axes in the patterns."""
     further = x.ndim - len(_dims(source, 0))
     before, after = _dims(source, further), _dims(target, further)
     found: dict[str, int] = {}

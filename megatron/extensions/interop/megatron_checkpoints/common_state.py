@@ -139,7 +139,7 @@ def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
 
 
 def scaler_state(state: Mapping[str, float], samples: int) -> dict[str, object]:
-    """Return the state of Megatron-LM's loss scaler. This is the inverse of `loss_scaler_of`."""
+    """Return the state of Megatron-LM's loss scaler. This function is the inverse of `loss_scaler_of`."""
     counters: dict[str, object] = {
         theirs: int(state[ours]) for ours, theirs in SCALER_COUNTERS.items() if ours in state
     }

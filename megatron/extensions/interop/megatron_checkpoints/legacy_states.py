@@ -62,7 +62,8 @@ def is_expert(name: str) -> bool:
 
 
 def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield a tuple (kind of state, parameter name, tensor) for each state of one optimizer."""
+    """Yield a tuple (kind of state, parameter name, tensor) for each state of one optimizer. `apart` is True if EP is
+    above 1."""
     try:
         inner = state.get("optimizer", state)
         groups, states = inner["param_groups"], inner["state"]
@@ -93,8 +94,9 @@ def _decoupled(group: Mapping[str, object]) -> bool:
 def _members(
     chunks: Sequence[Held], group: Mapping[str, object], apart: bool, decoupled: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of the parameters in an optimizer parameter group. If EP is above 1, expert
-    parameters are in separate groups."""
+    """Yield the names and tensors of the parameters in an optimizer parameter group. If `apart` is True, expert
+    parameters are in separate groups. If `decoupled` is True, the embedding and output layers are in separate
+    groups."""
     if group.get("lr_mult", 1.0) != 1.0:
         raise ValueError("a parameter group has a learning rate multiplier (lr_mult), which is not supported")
     decays = group.get("wd_mult", group.get("weight_decay")) != 0
@@ -118,8 +120,9 @@ def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
 
 def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
     """Return the states in the buffers of a distributed optimizer. `content` is the content of distrib_optim.pt: the
-    saved buffers of one optimizer, or a list with one entry per optimizer. If EP is above 1, the last entry in the list
-    contains the expert buffers. An entry is None if another rank saved the buffers of this optimizer."""
+    saved buffers of one optimizer, or a list with one entry per optimizer. If `apart` is True (EP is above 1), the last
+    entry in the list contains the expert buffers. An entry is None if another rank saved the buffers of this
+    optimizer."""
     parts = content if isinstance(content, list) else [content]
     several = apart and len(parts) > 1
     found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
@@ -187,7 +190,8 @@ def layout_of(
     """Return the offset of each parameter in a buffer, and the length of the buffer.
 
     A buffer contains the parameters in reverse order, from the last to the first. Parameters are aligned within their
-    bucket. A bucket ends once it has at least `bucket_size` elements. Buckets are not padded at the end.
+    bucket. A bucket ends once it has at least `bucket_size` elements. Buckets are not padded at the end. If
+    `tied_apart` is True, the word embeddings and the output weight have separate buckets.
     """
     places = []
     base = 0

@@ -128,8 +128,8 @@ class TorchDistTensors:
         return tensor if layer is None else tensor[layer]
 
     def find_states(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the kinds of optimizer states. Raises ValueError if the states are stored in a format that depends on
-        the run's parallel layout, such as one flat tensor per gradient bucket."""
+        """Return the kinds of optimizer state that the checkpoint contains. Raises ValueError if the states are stored
+        in a format that depends on the run's parallel layout, such as one flat tensor per gradient bucket."""
         stored = [name for name in self.shapes if name.startswith("optimizer.")]
         if self.common.get("optimizer") is None and not stored:
             return ()

@@ -65,7 +65,7 @@ class Rule:
 
     def holds(self, inside: str, siblings: Iterable[str], hybrid: bool) -> bool:
         """Return True if the rule applies to a parameter. `inside` is the name of the parameter without the prefix of
-        its layer. `siblings` contains the names of all parameters in the layer."""
+        its layer. `siblings` contains the names of all parameters in the layer. `hybrid` is True for a HybridModel."""
         same = inside.startswith(self.ours) and self.hybrid in (None, hybrid)
         return same and any(sibling.startswith(self.beside) for sibling in siblings)
 
@@ -211,8 +211,9 @@ class Names:
             self.layers.setdefault(front, {})[inside] = meta
 
     def _renamed(self, front: str, inside: str) -> Iterator[list[str]]:
-        """Yield lists of possible Megatron-LM names for a layer's parameter. There is one list for each rule that
-        applies, followed by a list with the unchanged name."""
+        """Yield lists of possible Megatron-LM names for a layer's parameter. `front` is the prefix of the layer in this
+        program, and `inside` is the parameter's name without this prefix. There is one list for each rule that applies,
+        followed by a list with the unchanged name."""
         theirs = self._front(front, inside)
         for rule in RENAMED:
             if rule.holds(inside, self.layers[front], self.hybrid):
@@ -220,7 +221,8 @@ class Names:
         yield [theirs + inside]
 
     def _front(self, front: str, inside: str) -> str:
-        """Return Megatron-LM's name prefix of the layer that contains a parameter."""
+        """Return Megatron-LM's name prefix of the layer that contains a parameter. `front` is the prefix of the layer
+        in this program, and `inside` is the parameter's name without this prefix."""
         siblings = self.layers[front]
         if not self.hybrid:
             return front

@@ -188,8 +188,9 @@ class TorchDistTarget(Target):
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, object]:
-        """Return the non-tensor state of Megatron-LM's optimizer. The state consists of two parameter groups: one with
-        weight decay and one without."""
+        """Return the non-tensor state of Megatron-LM's optimizer. There is one parameter group with weight decay and
+        one without. If the embedding and output layers have a separate learning rate, each of these groups is divided
+        into two groups."""
         options = self.config.optimizer
         group = DATA["group"] | {
             "is_expert_parallel": expert,
@@ -210,12 +211,12 @@ class TorchDistTarget(Target):
 
 
 def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
-    """Return the same range of channels from every group of a parameter."""
+    """Read a parameter with the function `read`, and return the same range of channels from every group."""
     return read()[:, channels]
 
 
 def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
-    """Read a table, and truncate it or zero-pad it to the given number of rows."""
+    """Read a table with the function `read`, and truncate or zero-pad the table to `rows` rows."""
     return with_rows(read(), rows)
 
 

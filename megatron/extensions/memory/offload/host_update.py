@@ -40,7 +40,8 @@ class CopyQueue:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy. Return an event that completes when the copy is done; None without a GPU."""
+        """Start copying `source` to `target`. Return an event that completes when the copy is complete, or None without
+        a GPU."""
         if self._stream is None:
             target.copy_(source)
             return None

@@ -103,7 +103,8 @@ def bytes_of_units(
 
 
 def check_room(folder: str, needed: int, world: Axis) -> None:
-    """Raise ValueError, on every rank, if a disk has less free space than all ranks that use it need."""
+    """Raise ValueError, on every rank, if a disk has less free space than is needed by all ranks that use the disk.
+    `needed` is the number of bytes that this rank needs."""
     disk = socket.gethostname(), os.stat(folder).st_dev
     asked: dict[tuple[str, int], list[int]] = {}
     for place, nbytes, free in gather_objects((disk, needed, shutil.disk_usage(folder).free), world):

@@ -106,9 +106,9 @@ def in_block(meta: ParamMeta) -> bool:
 
 
 def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> float:
-    """Return the factor by which muP multiplies the learning rate of `optimizer`. For a matrix that Muon updates,
-    `matrix_scale` is --muon-scale-mode. All optimizers other than SGD and Muon are assumed to behave like Adam, whose
-    updates do not depend on the size of gradients.
+    """Return the factor by which muP multiplies the learning rate of `optimizer`. `found` contains the muP factors of
+    the parameter. For a matrix that Muon updates, `matrix_scale` is --muon-scale-mode. All optimizers other than SGD
+    and Muon are assumed to behave like Adam, whose updates do not depend on the size of gradients.
     """
     if optimizer == "sgd":
         return found.change / found.gradient

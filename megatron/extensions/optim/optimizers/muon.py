@@ -153,7 +153,8 @@ def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
 
 
 def scale(rows: int, columns: int, mode: str) -> float:
-    """Return the update scale for a matrix [rows, columns] that maps `columns` features to `rows` features.
+    """Return the update scale for a matrix [rows, columns] that maps `columns` features to `rows` features. `mode` is
+    the value of --muon-scale-mode.
 
     "spectral" (arXiv 2502.16982, section 2.2) scales the update so that its elements have a root mean square of 1, for
     any shape of the matrix. "unit_rms_norm" (Scion, arXiv 2502.07529) scales the update so that inputs with a root mean

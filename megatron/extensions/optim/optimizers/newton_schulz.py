@@ -49,6 +49,7 @@ other sets, only the last entry is repeated."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:
-    """Return the coefficients of the first `steps` Newton-Schulz steps, one entry per step."""
+    """Return the coefficients of the first `steps` Newton-Schulz steps, one entry per step. `kind` is a key of
+    `COEFFICIENTS`."""
     known = COEFFICIENTS[kind]
     return tuple(known[i % len(known) if kind in CYCLES else min(i, len(known) - 1)] for i in range(steps))

@@ -138,7 +138,8 @@ def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -
 
 
 def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
-    """Take one step of power iteration for each factor.
+    """Take one step of power iteration for each factor in `states`, and update the bases in `states` in place. `basis`
+    contains the bases before the step.
 
     The average of gradients is rotated to the new bases. The average of squared gradients cannot be rotated; its
     entries are only reordered in the same way as the basis vectors.
@@ -221,7 +222,7 @@ def eigenbasis(factor: Tensor) -> Tensor:
 
 
 def noise_of(sizes: Tensor) -> Tensor:
-    """Return the threshold below which values are considered rounding errors of the largest value."""
+    """Return the threshold below which values in `sizes` are considered rounding errors of the largest value."""
     return NOISE * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 

@@ -57,8 +57,8 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the values of `FIELDS` with which a branch resumes from its own checkpoint. Raise ValueError if the branch
-    flags differ from the flags with which the branch started."""
+    """Return the values of `FIELDS` with which a branch resumes from its own checkpoint. `saved` is the metadata of
+    this checkpoint. Raise ValueError if the branch flags differ from the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)

@@ -145,7 +145,7 @@ class LateOptimizer(DistributedOptimizer):
     def start(self) -> bool:
         """All-gather the weights before the last update. Each rank has loaded its shard of these weights from the
         checkpoint. Weights that the checkpoint does not contain are replaced with the newest weights. Return True if
-        the checkpoint contained all weights of this rank. This method is a collective."""
+        the checkpoint contained all weights of this rank. All ranks must call this method."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})

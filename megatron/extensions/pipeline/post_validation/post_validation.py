@@ -145,7 +145,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
     def validate(self) -> bool:
         """Check the last update, if it has not been checked yet, and wait for the result. Return True on all ranks if
         the update was rolled back and repeated. Afterwards, parameters, states and everything that `on_update` changes
-        are bit-equal to the result of a step without post-validation. This method is a collective over the world."""
+        are bit-equal to the result of a step without post-validation. All ranks must call this method."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None

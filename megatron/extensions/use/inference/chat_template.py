@@ -140,7 +140,8 @@ def _joined(content: object) -> object:
 
 
 def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
-    """Return the tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
+    """Return the content of a Hugging Face tokenizer's tokenizer_config.json, and the folder of the file. The content
+    is empty if the file does not exist."""
     config = with_local_files(config)
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return {}, None
@@ -150,8 +151,8 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
 
 
 def pieces(engine: Engine, generation: Generation) -> Iterator[str]:
-    """Yield the text that is generated for a submitted request, piece by piece. A piece is yielded as soon as it can no
-    longer change."""
+    """Run `engine`, and yield the text of `generation`, a submitted request, piece by piece. A piece is yielded as soon
+    as it can no longer change."""
     shown = 0
     while generation.finish_reason is None:
         engine.step()
@@ -168,8 +169,9 @@ def chat(
     ask: Callable[[], str | None],
     show: Callable[[str], None],
 ) -> None:
-    """Run a conversation. `ask` returns the user's next message, or None to end the conversation. `show` is called with
-    each new piece of an answer as soon as it is generated.
+    """Run a conversation. `template` renders the messages to a prompt, and `system` is the system message. `ask`
+    returns the user's next message, or None to end the conversation. `show` is called with each new piece of an answer
+    as soon as it is generated.
 
     The prompt contains all messages. If the prompt would be too long, the oldest pairs of a user message and an answer
     are omitted.

@@ -81,7 +81,7 @@ class Fields:
         return value is True
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """Read a nonempty text or a list of nonempty texts."""
+        """Read a nonempty text or a list of at most `most` nonempty texts."""
         value = self.body.get(name)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
@@ -101,7 +101,8 @@ class Fields:
         return frozenset(value)
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Read temperature, top_k, top_p, min_p and repetition_penalty."""
+        """Read temperature, top_k, top_p, min_p and repetition_penalty. Values that the request omits are taken from
+        `default`."""
         top_k = self.whole("top_k", default.top_k, least=-1)
         try:
             return Sampling(
@@ -192,8 +193,8 @@ def read_lines(
 
 
 def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
-    """Return a function that creates the request of a line from the prompt tokens. Errors in any field of the line are
-    added to `fields.problems`."""
+    """Return a function that creates the request of a line from the prompt tokens. Values that the line omits are taken
+    from `defaults`. Errors in any field of the line are added to `fields.problems`."""
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):

@@ -107,8 +107,8 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """Return the process group over which the leader sends commands to the other ranks. The group uses the gloo
-    backend, so that waiting for a command does not occupy the GPU."""
+    """Return a process group of the ranks in `everyone`, over which the leader sends commands to the other ranks. The
+    group uses the gloo backend, so that waiting for a command does not occupy the GPU."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))

@@ -109,7 +109,8 @@ class OpenAIApi:
         return {"object": "list", "data": [found | {"max_model_len": self.engine.longest}]}
 
     def call(self, body: Mapping[str, object], chat: bool) -> Call:
-        """Parse a request. Raises an ApiError that lists every wrong field."""
+        """Parse a request. `chat` is True for a chat completion and False for a completion. Raises an ApiError that
+        lists every wrong field."""
         fields = Fields(body)
         fields.only([*(CHAT_FIELDS if chat else COMPLETION_FIELDS), *INERT])
         if body.get("model") not in (None, self.name):
@@ -283,8 +284,8 @@ class OpenAIApi:
 
 
 def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
-    """Return the number of prompt tokens, the number of generated tokens, and the sum of both. Each prompt is counted
-    once, even if n > 1."""
+    """Return the number of prompt tokens, the number of generated tokens, and the sum of both. `counts` contains the
+    number of generated tokens of each text. Each prompt is counted once, even if n > 1."""
     prompts = sum(len(request.prompt) for request in call.requests[:: call.n])
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 

@@ -1,4 +1,4 @@
-"""Loop with which one thread runs the generation engine on behalf of all threads that submit requests."""
+"""Loop in which one thread runs the generation engine on behalf of all threads that submit requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class EngineLoop:
         """Reason why the engine failed. None if the engine has not failed."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
-        """Submit a job. This method may be called from any thread.
+        """Submit a job that ends with a timeout if it is not complete after `seconds`. The engine's thread calls `tell`
+        to report the progress of each request. This method may be called from any thread.
 
         Raises Busy if too many texts are waiting, or if the server is shutting down."""
         with self._lock:

@@ -86,7 +86,8 @@ class NewTokens:
         return self._means[name]
 
     def described(self, source: str) -> str:
-        """Return the log line that reports how the embedding rows of new tokens were initialized."""
+        """Return the log line that reports how the embedding rows of new tokens were initialized. `source` describes
+        the rows from which the mean is computed."""
         old, new = self.weights.config.vocab_size or 0, self.tokens
         how = "drawn as in a new model" if self.drawn else f"set to the mean of {self.averaged} rows, {source}"
         line = f" {new - old} new token{'s' * (new - old > 1)} (from id {old}): rows {how}"
@@ -109,8 +110,9 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
     """Return how many embedding rows of a folder belong to tokens, and a description of these rows. The folder's
     remaining embedding rows are padding.
 
-    If the folder contains a readable tokenizer, the number of rows is the tokenizer's vocabulary size. If the tokenizer
-    cannot be read, all rows are assumed to belong to tokens.
+    `vocab_size` is the number of rows in the folder. If the folder contains a readable tokenizer, the number of
+    returned rows is the tokenizer's vocabulary size, but at most `vocab_size`. If there is no readable tokenizer, all
+    rows are assumed to belong to tokens.
     """
     named = tokenizer_config(path)
     if named.tokenizer_type is None:
@@ -123,7 +125,8 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
 
 
 def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
-    """Return the error message for a run whose vocabulary is smaller than the folder's vocabulary."""
+    """Return the error message for a run whose vocabulary (`ours` tokens) is smaller than the folder's vocabulary
+    (`theirs` tokens)."""
     return (
         f"--load {load} has a vocabulary of {theirs} tokens, but the run's has {ours}, so rows of trained tokens "
         f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"

@@ -263,7 +263,8 @@ class Engine:
         return rows
 
     def _sample(self, logits: Tensor, rows: list[Generation]) -> None:
-        """Add the next token to each text. Texts with equal sampling settings are sampled together."""
+        """Sample the next token of each text in `rows` from `logits`, and add the token to the text. Texts with equal
+        sampling settings are sampled together."""
         groups: dict[Sampling, list[int]] = {}
         for row, generation in enumerate(rows):
             groups.setdefault(generation.request.sampling, []).append(row)
@@ -324,7 +325,7 @@ class Engine:
 
 
 def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
-    """Sample the next token of each text. All texts use the same sampling settings."""
+    """Sample the next token of each text in `rows` from `logits`. All texts use the same sampling settings."""
     uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
     earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
     tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()

@@ -149,7 +149,8 @@ class Cached:
         return torch.arange(self.columns, device=self.positions.device) - self.positions[:, :, None]
 
     def seen(self, span: Span) -> Tensor:
-        """Return the boolean attention mask [b, 1, 1, s, columns]. True means that the query attends to the key."""
+        """Return the boolean attention mask [b, 1, 1, s, columns]. True means that the query attends to the key. `span`
+        contains the sliding window or the attention chunk of the layer."""
         if span not in self._seen:
             distances = self.distances()
             seen = distances <= 0

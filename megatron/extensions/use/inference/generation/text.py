@@ -43,7 +43,8 @@ class TextStream:
         return self._released(self._taken(final=True), final=True)
 
     def _taken(self, final: bool) -> str:
-        """Return the characters that became complete with the latest tokens."""
+        """Return the characters that became complete with the latest tokens. If `final` is True, also return characters
+        that are still incomplete."""
         text = self._detokenize(self._tokens[self._first :])
         stable = text if final else _whole(text)
         new = stable[len(self._decoded) :] if len(stable) > len(self._decoded) else ""
