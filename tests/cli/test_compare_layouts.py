@@ -120,7 +120,8 @@ def test_the_batch_and_the_ranks_suit_both_sides(capsys: pytest.CaptureFixture[s
 
 
 def test_bf16_compares_only_tensors_that_rounding_leaves_comparable(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gradient of a key bias is zero up to rounding, but Adam turns this gradient into a full update."""
+    """The gradient of a key bias is zero up to rounding, but Adam turns this gradient into a full update. In 16 bits,
+    the tool therefore compares only activations, losses, gradients and gradient norms of the first step."""
     assert compare("", "--tp 2 --pp 2 --sequence-parallel", "--bf16", steps=2) == 0
     out = capsys.readouterr().out
     assert "in 16 bits, only activation, loss, gradient, grad_norm of the first step are compared" in out

@@ -114,7 +114,7 @@ def test_flops() -> None:
     mixed = own.mamba_num_groups * chunk * states + heads * width * (chunk + 2 * states)
     projections = one.hidden_size * (own.mamba_num_groups * sum(group_channels(one)) + heads * width)
     mlp = 2 * one.hidden_size * one.ffn_size
-    sums = 2 * 2 * heads * chunk  # sums of decays, in the forward and in the backward pass
+    sums = 2 * 2 * heads * chunk  # FLOPs of the sums of decays in the forward and backward passes
     assert model_flops(one).matmul - model_flops(none).matmul == 6 * (mixed + projections - mlp) + sums
     assert model_flops(one).attention == 0
 

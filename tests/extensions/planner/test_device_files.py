@@ -27,8 +27,8 @@ def test_peaks_match_those_of_the_mfu(name: str) -> None:
 
 
 def test_a_peak_is_found_only_by_the_whole_model_name() -> None:
-    """A laptop GPU's name contains the name of the desktop card, but the laptop GPU reaches only a third of the card's
-    rate."""
+    """The name of a laptop GPU contains the name of the desktop card, but the laptop GPU reaches only a third of the
+    peak rate of the desktop card."""
     known = {
         "NVIDIA A100-SXM4-40GB": 312.0,
         "NVIDIA GeForce RTX 4090": 165.2,

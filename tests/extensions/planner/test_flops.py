@@ -31,9 +31,9 @@ from tests.tiny import TINY
 # A delta net is excluded, because it recomputes GEMMs, and model FLOPs do not include recomputation.
 @pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
-    """The FLOPs of linear layers agree exactly. The attention kernel in this test computes the whole score matrix,
-    which takes twice the FLOPs of causal attention. A kernel that recomputes the scores in the backward pass computes
-    one more GEMM."""
+    """The FLOPs of linear layers equal those that torch counts. The attention kernel in this test computes the whole
+    score matrix, which takes twice the FLOPs of causal attention. A kernel that recomputes the scores in the backward
+    pass computes one more GEMM."""
     config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
@@ -90,8 +90,8 @@ def _flops_of_an_update(rank, world_size, config):
 
 
 def test_planned_flops_match_the_iterations() -> None:
-    """The query, key, value, gate and up projections are separate matrices. Embeddings, the output layer and norms are
-    not orthogonalized."""
+    """The query, key, value, gate and up projections count as separate matrices. Embeddings, the output layer and norms
+    do not count, because Muon does not orthogonalize their updates."""
     flags = f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3"
     config = resolve_legal(parse_args(flags.split()), 1)
     planned = update_flops(config.model, config.optimizer)

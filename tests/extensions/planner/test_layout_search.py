@@ -141,7 +141,8 @@ def test_the_bound_of_wide_layers_is_tight() -> None:
 
 
 def test_memory_does_not_depend_on_earlier_layouts(tried: Tried) -> None:
-    """The pipeline stages offload different numbers of layers."""
+    """The layouts in this test offload different numbers of layers. Each layout has the same planned memory if it is
+    evaluated alone."""
     offloading = [found for found in tried.every if found.layout.saving == Saving("optim", "activations")]
     layers = {found.config.parallel.offloaded_layers: found for found in offloading}
     assert len(layers) > 1

@@ -237,8 +237,8 @@ WIDE = (
 
 @pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
 def test_overlapped_collectives_split_gemms(precision: str) -> None:
-    """Each GEMM is split into several concurrent GEMMs. These GEMMs write their outputs and do not accumulate into
-    them. The FLOPs stay the same. In fp8, gathers move half as many bytes."""
+    """With --tp-comm-overlap, each GEMM is split into several concurrent GEMMs. These GEMMs write their outputs and do
+    not accumulate into them. The total FLOPs do not change. In fp8, gathers move half as many bytes."""
 
     def events(flags: str) -> list[Event]:
         batch = MicroBatch.of(resolve(parse_args(f"{WIDE} {precision} {flags}".split()), 8))

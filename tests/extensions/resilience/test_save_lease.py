@@ -211,7 +211,8 @@ def test_a_lease_deleted_first_with_its_folder_is_not_lost(held: Held, monkeypat
 
 
 def test_a_folder_on_another_file_system_gets_no_checkpoint(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder's disk was unmounted, so saves would fill the disk of the mount point."""
+    """The test simulates that the disk of the folder was unmounted. Saves would then fill the disk that contains the
+    mount point."""
     lease, folder, errors = held
     assert lease._place is not None
     lease._place.file_system += 1

@@ -141,7 +141,8 @@ def test_multi_token_modules_have_their_own_ratios() -> None:
 
 @pytest.mark.parametrize(("flags", "expected"), [("", 64), ("--v-head-dim 512", 448), ("--qk-head-dim 100", 100)])
 def test_channels_without_rotation_follow_from_value_channels(flags: str, expected: int) -> None:
-    """Each key also serves as the value."""
+    """In compressed attention, each key also serves as the value. Unless a flag sets `qk_head_dim`, the number of
+    channels without rotation therefore follows from the number of value channels."""
     variant = "--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4]*4"
     config = resolve(parse_args(f"{TINY} {variant} {flags}".split()), 1)
     assert config.options(LatentAttentionFlags).qk_head_dim == expected

@@ -205,7 +205,8 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path: Path, mo
 
 
 def test_another_revision_of_a_tokenizer_gives_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is either a name in the Hugging Face cache, or a folder with other files next to tokenizer.json."""
+    """The text is tokenized again if the revision of a tokenizer in the Hugging Face cache changes, or if a file next
+    to a tokenizer.json changes."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
