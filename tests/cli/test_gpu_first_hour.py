@@ -81,9 +81,9 @@ def test_a_part_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 def write_figures_of_a_gpu(folder: Path) -> None:
-    """Write files like those that the script writes on a GPU. The results of the tiny model receive the values that
-    only a GPU can measure. The other files contain rows of other measurements, a truncated JSON object, and the end of
-    pytest's output."""
+    """Write files like those that the script writes on a GPU. To the results of the tiny model, add the values that can
+    only be measured on a GPU. The other files contain rows of other measurements, a truncated JSON object, and the end
+    of pytest's output."""
     (run,) = json.loads((folder / "tiny.json").read_text())["rows"]
     spread = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
     run |= {"layers": 8, "tokens_per_second": spread, "tflops": 600.0, "mfu": 0.606, "of_products": 0.8}

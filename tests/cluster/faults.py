@@ -42,7 +42,7 @@ PATIENCE = 240.0
 duration of a step on an idle machine."""
 
 LONGEST = 1800.0
-"""Seconds after which a run that prints output but does not reach the expected state counts as failed."""
+"""Seconds after which a run that prints output but does not reach the expected state is considered to have failed."""
 
 NAMING = re.compile(r"^(?:RUN FAILED: .*|ended because .*|torch\S*Rendezvous\w*Error: .*)", re.MULTILINE)
 STEP = re.compile(r" iteration +(\d+)/")

@@ -1,5 +1,5 @@
-"""Tests of process groups. The tests check the members of each group, and they check that all ranks take part in the
-creation of each group."""
+"""Tests of process groups. The tests check which ranks are members of each group, and whether all ranks take part in
+the creation of each group."""
 
 from unittest import mock
 

@@ -54,8 +54,8 @@ def sizes_of_messages(rank: int, size: int) -> list[int]:
 
 
 def test_only_the_heads_of_keys_and_values_are_sent() -> None:
-    """In the forward pass, every rank sends keys and values cp - 1 times. In the backward pass, keys and values are
-    again sent cp - 1 times, and the gradients of keys and values are sent cp times."""
+    """In the forward pass, every rank sends keys and values cp - 1 times. In the backward pass, every rank sends keys
+    and values cp - 1 times, and sends the gradients of keys and values cp times."""
     for sent in run_world(4, sizes_of_messages):
         assert sent == [2 * LENGTH // 4 * SAMPLES * GROUPS * DIM] * (3 + 3 + 4)
 

@@ -24,9 +24,8 @@ GLOO, SHARED_GPU, NCCL = Ranks(), Ranks("gloo", "cuda"), Ranks("nccl", "cuda")
 
 
 def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Return the backend and device for the test. The function returns NCCL and the first GPU, or gloo and the CPU if
-    `--nccl-on-one-gpu cpu` requests a trial run without a GPU. The function skips the test if --nccl-on-one-gpu is not
-    given."""
+    """Return the backend and device for the test. The default is NCCL with the first GPU. If `--nccl-on-one-gpu cpu`
+    requests a trial run without a GPU, return gloo with the CPU. Skip the test if --nccl-on-one-gpu is not given."""
     asked = request.config.getoption("--nccl-on-one-gpu")
     if asked is None:
         pytest.skip("needs --nccl-on-one-gpu")

@@ -108,7 +108,7 @@ def test_rates_and_decays_match_the_package(model: str, optimizer: str) -> None:
 
 def test_logits_have_the_same_factor_as_in_the_package() -> None:
     """The output layer of the package (`MuReadout`) multiplies the logits by the base width divided by the width. The
-    initial values of its weight do not depend on the width."""
+    initial values of the layer's weight do not depend on the width."""
     config = config_of(MODELS["untied"], 64)
     assert config.model.logits_scaling == 4
     (meta,) = (each for each in metas_of("untied").values() if each.role == "output")

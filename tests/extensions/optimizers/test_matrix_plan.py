@@ -1,5 +1,5 @@
-"""Every matrix element is sent once to an owner. The owner sends the element's update back once to every rank that
-holds the element."""
+"""Tests of the matrix plan, which assigns each matrix to one owner rank. Every matrix element is sent once to the
+owner. The owner sends the update of the element back once to every rank that holds the element."""
 
 from __future__ import annotations
 

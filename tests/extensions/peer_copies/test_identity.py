@@ -1,5 +1,5 @@
-"""A run resumes from copies in memory only if they belong to the current content of the --save folder. The same path is
-not sufficient."""
+"""A run resumes from copies in memory only if they belong to the current content of the --save folder. It is not
+sufficient that the path of the folder is the same."""
 
 from __future__ import annotations
 

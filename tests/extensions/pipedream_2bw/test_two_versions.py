@@ -61,8 +61,8 @@ def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
 def trained(
     rank: int, world_size: int, config: RunConfig, nan_at: int = -1
 ) -> tuple[tuple[list[float], list[float], list[bool]], list[bool]]:
-    """Train `STEPS` steps. Return the results, and one boolean per step, which is True if passes of the next step had
-    already begun at the end of the step."""
+    """Train `STEPS` steps. Return the results and one boolean per step. The boolean is True if passes of the next step
+    have already begun at the end of the step."""
     with local_run(config, rank, world_size) as run:
         plant_nan(run, nan_at)
         begun = []

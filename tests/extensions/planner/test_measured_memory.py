@@ -237,8 +237,8 @@ def test_states_and_activations_match_the_plan(world_size: int, flags: str) -> N
 
 def check(world_size: int, flags: str, beyond: int = 1) -> None:
     """Assert that the measured memory equals the planned memory, with two exceptions. The bytes that are saved for the
-    backward pass between actions may exceed the plan by less than `beyond`. The peaks may differ by up to half of the
-    planned peak, because gloo's threads free sent buffers with a delay, especially on a busy machine."""
+    backward pass between two pipeline actions may exceed the plan by less than `beyond`. The peaks may differ by up to
+    half of the planned peak, because gloo's threads free sent buffers with a delay, especially on a busy machine."""
     for measured, planned in compare(world_size, flags):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
         assert 0 <= measured.kept - planned.kept < beyond
@@ -247,8 +247,8 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
 def test_alternating_passes_save_the_planned_bytes() -> None:
-    """The number of bytes saved between actions equals the plan, except for one scalar per micro-batch. The two
-    alternating passes may reach their memory peaks at the same time."""
+    """The number of bytes saved between two pipeline actions equals the plan, except for one scalar per micro-batch.
+    The two alternating passes may reach their memory peaks at the same time."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):
         assert 0 <= measured.kept - planned.kept < 100

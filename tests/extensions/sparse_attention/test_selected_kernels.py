@@ -110,7 +110,7 @@ def operands(case: Case) -> Operands:
 
 
 def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
-    """Compute the reference result from the same operands with torch in fp32."""
+    """Compute the reference result with plain torch in fp32, from the operands that the kernels use."""
     q, sinks, seen, k, grad = given
     q, grad, k = q.float(), grad.float(), tuple(x.float() for x in k)
     found = attend_to_selected(q, sinks, seen, k, SCALE, case.values, True)
