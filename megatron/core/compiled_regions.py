@@ -33,8 +33,8 @@ class CompiledRegion(Generic[K, R]):
 
     @cached_property
     def twin(self) -> Callable[K, R]:
-        """Compiled version of the function. It is created on first use, because importing the compiler takes about a
-        second."""
+        """Compiled version of the function. The compiled version is created on first use, because importing the
+        compiler takes about a second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:
             return torch.compile(self.function, dynamic=False, options={"deterministic": True})

@@ -124,8 +124,8 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Check that a function among the facts of a part accepts the arguments of `protocol`. Return an empty string if it
-    does, and a description of the problem otherwise."""
+    """Check that a function among the facts of a part accepts the arguments of `protocol`. Return an empty string if
+    the function accepts the arguments, and a description of the problem otherwise."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 

@@ -92,7 +92,7 @@ class FlagSpec:
     """True if a user needs the flag for a first run. Plain --help lists only these flags."""
 
     skips_steps: bool = False
-    """True if the flag turns on a check after which a training step may be skipped."""
+    """True if the flag turns on a check that can cause a training step to be skipped."""
 
     chooses_trained: bool = False
     """True if the flag affects which parameters are frozen."""

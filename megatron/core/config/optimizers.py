@@ -135,8 +135,8 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
-        The schedule is not called during the warm-up, that is, for the first `length.warmup` samples. It is also called
-        after the decay has ended at `length.decay` samples. `length` is a
+        The schedule is not called during the warm-up, that is, for the first `length.warmup` samples. The schedule is
+        also called after the decay has ended at `length.decay` samples. `length` is a
         `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 

@@ -39,8 +39,9 @@ class TrainingOrder:
     consumed."""
 
     planned: tuple[int | None, ...] = ()
-    """Number of samples planned for the current phase before each extension of the phase, oldest first. If the phase
-    was never extended, `planned` is empty."""
+    """Earlier sample counts of the current phase: for each extension of the phase, the number of samples that was
+    planned before the extension, oldest first. None means one epoch. If the phase was never extended, `planned` is
+    empty."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
     """Function that is called for each source of the current phase before the source is used. The arguments of

@@ -39,7 +39,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1)
 }
-# Number of index values processed at a time, which bounds the memory that a scan of an index needs.
+# Number of index values processed at a time. This number limits the memory that a scan of an index needs.
 BLOCK = 1 << 20
 
 

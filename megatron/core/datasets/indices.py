@@ -24,7 +24,8 @@ STREAM = 1 << 18
 same size."""
 
 # Constants for blends. BLOCK is the number of draws per block. LEAD is the number of additional draws before each
-# block, which correct a wrong guess of the initial state. CELLS is the maximum number of counts (blocks times datasets)
+# block. These draws correct a wrong guess of the initial state. CELLS is the maximum number of counts (blocks times
+# datasets)
 # processed in parallel.
 BLOCK = 1 << 10
 LEAD = 1 << 7

@@ -346,8 +346,8 @@ def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
     """Return a local folder that contains links to local copies of files in a stored folder. A file is linked if
     `wanted` returns True for its name.
 
-    Only files directly in the folder are linked. If `folder` is on the local disk, it is returned unchanged. The
-    function raises OSError if the stored files cannot be read.
+    Only files directly in the folder are linked. If `folder` is on the local disk, the function returns `folder`
+    itself. The function raises OSError if the stored files cannot be read.
     """
     if isinstance(folder, Path):
         return folder

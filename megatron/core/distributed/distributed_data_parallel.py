@@ -2,8 +2,9 @@
 
 A gradient reaches `param.main_grad` in one of two ways. For weights of linear layers and embeddings, the layer's own
 autograd Function adds the gradient to `param.main_grad`, immediately or later from the weight-gradient queue. The
-gradients of all other parameters are computed by autograd, and a hook adds each of them to `param.main_grad` once it is
-complete. The function `param.on_main_grad`, if set, is called after each contribution to `param.main_grad`.
+gradients of all other parameters are computed by autograd, and a hook adds each of these gradients to `param.main_grad`
+once autograd has computed it. The function `param.on_main_grad`, if set, is called after each contribution to
+`param.main_grad`.
 """
 
 from __future__ import annotations

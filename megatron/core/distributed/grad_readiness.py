@@ -1,12 +1,12 @@
 """Tracks which buckets are ready, so that gradient reductions and parameter all-gathers can overlap with computation.
 
-A bucket can be reduced when the gradients of its parameters are complete. To detect this, every parameter reports each
-contribution to its `main_grad`. If a layer adds weight gradients itself, each use of the parameter in the layer causes
-one report. If autograd computes the gradients of the parameter, autograd first sums the gradients, and the sum causes
-one report. Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per
-micro-batch) * (micro-batches) reports. Counting reports works for any order of backward passes, for split backward
-passes, and for parameters that several stages share. Because reports are counted, a schedule does not have to mark the
-last backward pass of a step.
+A bucket can be reduced when the gradients of its parameters are complete. To detect that a gradient is complete, every
+parameter reports each contribution to its `main_grad`. If a layer adds weight gradients itself, each use of the
+parameter in the layer causes one report. If autograd computes the gradients of the parameter, autograd first sums the
+gradients, and the sum causes one report. Every micro-batch therefore causes the same number of reports. A gradient is
+complete after (reports per micro-batch) * (micro-batches) reports. Counting reports works for any order of backward
+passes, for split backward passes, and for parameters that several stages share. Because reports are counted, a schedule
+does not have to mark the last backward pass of a step.
 
 A bucket's all-gather must end before a module reads the parameters. Each module therefore waits, before it runs, for
 the buckets of its parameters.

@@ -62,7 +62,7 @@ class MatrixExchange:
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
         """Parts of the matrices that this rank owns: for each rank of `axis`, a dictionary that maps matrix numbers to
-        the parts that are stored on the rank of `axis`."""
+        the parts that are stored on that rank."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:

@@ -201,8 +201,8 @@ class WeightCasts:
         """Cache the cast weights until the end of the `with` block. The weights must not change within the `with`
         block.
 
-        A nested block uses the cache of the enclosing block. `made` is a dictionary of weights that have already been
-        cast, which serves as the cache.
+        A nested block uses the cache of the enclosing block. The dictionary `made`, if given, serves as the cache and
+        may already contain cast weights.
         """
         if self._kept is not None:
             yield

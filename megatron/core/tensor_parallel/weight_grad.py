@@ -88,8 +88,8 @@ def accumulate_weight_grad(
 
     `add_(out, overwrite)` must compute dW and add it to `out`, which has the weight's shape. If `overwrite` is True,
     `add_` must overwrite `out` with dW instead. `overwrite` is True for the first contribution of a step if `main_grad`
-    was not zeroed. If the job is queued, `add_` is called when the job runs, so it can fetch its operands then. For
-    example, it can gather a sequence-parallel input.
+    was not zeroed. If the job is queued, `add_` is called when the job runs, so `add_` can fetch its operands at that
+    time. For example, `add_` can gather a sequence-parallel input.
 
     If the weight is frozen, this function does nothing. If the weight has no `main_grad`, the function computes and
     returns the gradient. The function `weight.before_main_grad`, if set, is called before each contribution and may

@@ -103,7 +103,8 @@ _now = _Now()
 
 @contextmanager
 def saving_by(saver: Saver | None) -> Iterator[None]:
-    """Context manager that makes `saver` the current `Saver` within the block, to which `packed` passes tensors."""
+    """Context manager that makes `saver` the current `Saver` within the block. The function `packed` passes tensors to
+    the current `Saver`."""
     before, _now.saver = _now.saver, saver
     try:
         yield

@@ -61,7 +61,7 @@ def computing_again() -> bool:
 
 
 class _View(NamedTuple):
-    """Object that the autograd graph holds in place of a view of a tensor that is recomputed."""
+    """Object that the autograd graph holds in place of a view of a recomputed tensor."""
 
     number: int
     size: torch.Size

@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """Gradient with respect to the loss sum with which autograd is expected to start the backward pass."""
+    """Gradient with respect to the loss sum. Autograd is expected to start the backward pass with this gradient."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
