@@ -29,7 +29,8 @@ def divides_by_documents(config: RunConfig) -> bool:
     division. A layer does not support an arbitrary division if its mixer processes whole sequences."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
-    except ValueError:  # another rule reports invalid layer patterns
+    except ValueError:
+        # The layer pattern is invalid, which another flag rule reports.
         return True
     mixers = {kind.linear for kind in kinds if kind.linear is not None}
     return config.parallel.ranks_by_queries > 1 and not any(MIXERS.facts(name).whole_sequences for name in mixers)

@@ -113,7 +113,8 @@ def cut(
     """Divide documents into parts of at most seq_length + 1 tokens. Return three arrays with one element per part: the
     document number, the position of the first token in the document, and the length. Documents with at most seq_length
     + 1 tokens are not divided."""
-    parts = np.maximum(0, -(-(lengths - 1) // seq_length))  # a document of n tokens has n - 1 predictions
+    # A document of n tokens has n - 1 predictions, and a sample has `seq_length` predictions.
+    parts = np.maximum(0, -(-(lengths - 1) // seq_length))
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.arange(int(parts.sum())) - firsts) * seq_length
     sizes = np.minimum(np.repeat(lengths, parts) - starts, seq_length + 1)

@@ -20,7 +20,8 @@ def with_last_size(config: RunConfig) -> RunConfig:
     """Return the configuration with --global-batch-size set to the last batch size of --step-batch-size-schedule,
     unless --global-batch-size is given."""
     text, training = config.options(BatchScheduleFlags).step_batch_size_schedule, config.training
-    with suppress(ValueError):  # an invalid schedule is ignored here, because a rule reports it
+    # An invalid schedule is ignored here, because a flag rule reports it.
+    with suppress(ValueError):
         if text is not None and training.global_batch_size is None:
             training = replace(training, global_batch_size=parse_batch_schedule(text)[-1][1])
     return replace(config, training=training)

@@ -126,7 +126,8 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
     entries, wrong = read_phases(path)
     problems = list(wrong)
     if not entries or not config.training.global_batch_size or config.model.seq_length < 1:
-        return None, problems  # other rules report these missing or invalid values
+        # Other flag rules report these missing or invalid values.
+        return None, problems
     if any(not _positive(entry) for entry in entries):
         return None, problems
     phases, sizes, found = _walk(config, [_in_units(config, entry) for entry in entries])

@@ -127,7 +127,8 @@ def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
             rule = f"began at sample {saved['first_sample']} in the checkpoint, but now begins at {phase.first_sample}"
             yield f"{where} {rule}"
         now, before = phase.values, saved["values"]
-        if before is None:  # the checkpoint is from a run without phases
+        if before is None:
+            # The checkpoint is from a run without phases, so the configuration of that run is compared.
             before = values_of(history.config) if history.config is not None else {}
         for field, value in before.items():
             if value != now.get(field):

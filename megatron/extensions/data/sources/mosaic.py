@@ -53,7 +53,8 @@ class MosaicDocuments(Documents):
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         with ExitStack() as folders:
             stream = self._streams.Stream(local=self._path)
-            if self._compressed:  # Decompress one shard at a time into a temporary folder.
+            if self._compressed:
+                # Decompress one shard at a time into a temporary folder.
                 copies = folders.enter_context(tempfile.TemporaryDirectory())
                 stream = self._streams.Stream(remote=os.path.abspath(self._path), local=copies)
             stream.apply_default(DEFAULTS)

@@ -52,7 +52,8 @@ class SourceKind(DataKind):
             documents = opens(path.removeprefix(self.scheme), wanted)
             documents.name = path
             documents.first()
-        except Exception as error:  # each library defines its own exception classes
+        except Exception as error:
+            # Every exception is caught, because each library defines its own exception classes.
             raise ValueError(f"{flag} {path}: {error}") from error
         return documents
 

@@ -71,7 +71,8 @@ class SampleStream:
 
     def know(self, sample: int, place: Place) -> None:
         """Record the position at which a sample starts."""
-        with self._lock:  # the lock is needed because a checkpoint may request positions while threads read samples
+        # The lock is needed, because a checkpoint may request positions while threads read samples.
+        with self._lock:
             if sample in self._places:
                 return
             self._places[sample] = place

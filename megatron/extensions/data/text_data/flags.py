@@ -34,7 +34,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
         if word == f"{path}=":
             yield Problem("--text-key", word, "names no key", "write PATH=KEY")
-        elif path not in paths and "://" not in path and not glob.glob(path):  # may belong to a later phase
+        elif path not in paths and "://" not in path and not glob.glob(path):
+            # A path that exists on disk is accepted, because the data may belong to a later phase.
             rule = f"there is no data set {path}; the data sets of the run are {', '.join(paths) or 'none'}"
             yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
 

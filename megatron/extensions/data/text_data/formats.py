@@ -239,7 +239,8 @@ def format_of(file: TextFile, stream: IO[bytes]) -> str:
         if re.match(pattern, start):
             raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
-        kind = "jsonl"  # many files with the suffix .json contain JSON lines
+        # Many files with the suffix .json contain JSON lines.
+        kind = "jsonl"
     if kind == "jsonl" and is_indented(start.removeprefix(BOM)):
         raise Unreadable("a JSON object spans several lines; write one object per line, or an array in a .json file")
     return kind
@@ -276,7 +277,8 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         data = stream.read(piece)
         ended = not data
         text, at = text[at:] + decoder.decode(data, final=ended), 0
-        piece = max(piece, len(text))  # read larger pieces, so that a long element is rescanned only a few times
+        # Read larger pieces if an element is long, so that the element is rescanned only a few times.
+        piece = max(piece, len(text))
 
     def next_token() -> str:
         nonlocal at
@@ -288,7 +290,8 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
             more()
 
     next_token()
-    at += 1  # skip the opening bracket
+    # Skip the opening bracket.
+    at += 1
     closing = next_token()
     while closing != "]":
         while True:

@@ -38,7 +38,8 @@ computed."""
 
 def file_digest(path: str | Path) -> str:
     """Return a hash of a file's content."""
-    empty = os.stat(path).st_size == 0  # an empty file cannot be memory-mapped
+    # An empty file cannot be memory-mapped.
+    empty = os.stat(path).st_size == 0
     return array_digest(np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
 
 
@@ -116,7 +117,8 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # if a text causes an error, hash the error's class name instead of ids
+            except Exception as error:
+                # If the tokenizer raises an exception for a text, hash the name of the exception class instead of ids.
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]

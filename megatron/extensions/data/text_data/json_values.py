@@ -9,7 +9,8 @@ from decimal import Decimal
 def _integer(digits: str) -> int | Decimal:
     try:
         return int(digits)
-    except ValueError:  # int() rejects more digits than sys.get_int_max_str_digits() allows
+    except ValueError:
+        # `int` rejects texts with more digits than sys.get_int_max_str_digits() allows.
         return Decimal(digits)
 
 

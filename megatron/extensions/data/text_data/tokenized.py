@@ -39,7 +39,8 @@ from megatron.extensions.data.text_data.identity import (
 from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.WARNING)  # warnings are logged on every rank, because any rank may tokenize
+# Warnings are logged on every rank, because any rank may tokenize.
+logger.setLevel(logging.WARNING)
 
 REPORT_EVERY = 10.0
 """Seconds between progress messages during tokenization."""

@@ -250,7 +250,8 @@ def _check_charsmaps(file: Path) -> None:
         try:
             table = base64.b64decode(found[1])
         except ValueError:
-            continue  # ignored, because the tokenizers package reports invalid base64
+            # Invalid base64 is ignored here, because the tokenizers package reports it.
+            continue
         if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
             raise ValueError(
                 f"--tokenizer-model {file}: the precompiled_charsmap of its normalizer is damaged: the table must fit "
@@ -278,7 +279,8 @@ def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
     """Disable the truncation, padding and random segmentation that a tokenizer.json specifies."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for setting in ("dropout", "alpha"):  # settings of BPE and Unigram models that randomize the segmentation
+    # These settings of BPE and Unigram models randomize the segmentation of texts.
+    for setting in ("dropout", "alpha"):
         if getattr(tokenizer.model, setting, None):
             _say_deterministic(file, setting, getattr(tokenizer.model, setting))
             setattr(tokenizer.model, setting, None)

@@ -68,7 +68,8 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # if several tokens have the same text, the last one takes precedence
+                # If several tokens have the same text, the last one takes precedence.
+                new.append(token)
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role

@@ -203,7 +203,8 @@ class Conversion:
         """Return a one-line message about a file that cannot be read or written. Possible causes are a full or faulty
         disk and missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, ValueError):  # the writer could not read an input tensor
+        if isinstance(cause, ValueError):
+            # The writer failed because it could not read a tensor of the source.
             return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)

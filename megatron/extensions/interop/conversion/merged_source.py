@@ -166,7 +166,8 @@ def _other_tensors(one: Part, two: Part) -> Iterator[str]:
 
 def _other_fields(one: Part, two: Part) -> list[str]:
     saved, run = one.source.config, two.source.config
-    ignored = free_choices(saved) | WITH_PARAMETERS  # ignored, because `_other_tensors` compares the parameters
+    # Fields in `WITH_PARAMETERS` are ignored here, because `_other_tensors` compares the parameters.
+    ignored = free_choices(saved) | WITH_PARAMETERS
     return changed_fields(saved, run, EXTENSION_SECTIONS, ignored, (f"in {one.path.name}", f"in {two.path.name}"))
 
 

@@ -180,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
     args = parser.parse_args(argv)
     os.nice(10)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit makes `with` blocks delete partial files
+    # On SIGTERM, raise SystemExit, so that `with` blocks delete partial files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         load_extensions(args.extension)
         add_families(args.hf_family)

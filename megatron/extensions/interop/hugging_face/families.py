@@ -261,7 +261,8 @@ def inner_values(hf_config: Values, family: Family) -> Fields:
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:
         inner = hf_config.get(outer) or family.defaults.get(outer)
-        if outer == ROTARY:  # the older name rope_scaling takes precedence
+        if outer == ROTARY:
+            # The key's older name, rope_scaling, takes precedence.
             inner = hf_config.get("rope_scaling") or inner
             longest = "max_position_embeddings"
             usual = {f"original_{longest}": hf_config.get(longest, family.class_defaults.get(longest))}

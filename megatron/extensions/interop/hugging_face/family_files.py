@@ -202,7 +202,8 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
         yield f"{at}: must be {word}, not {json.dumps(value)[:60]}"
     elif inner and value is None and type(None) in inner:
         return
-    elif inner:  # the type of the key is a union of two types
+    elif inner:
+        # The key may have one of two types. An object is checked against the second type.
         yield from _wrong(value, inner[isinstance(value, dict)], at)
 
 
@@ -266,7 +267,8 @@ def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
     table = _whole(own)
     if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
         raise ValueError(f"{file}: {missing[0]}: is missing; add it, or name a base in like")
-    booleans = {"true": True, "false": False, "null": None}  # keys in JSON are always strings
+    # Keys in JSON are always strings, also if they denote booleans or null.
+    booleans = {"true": True, "false": False, "null": None}
     values = {
         key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}
         for key, each in table.pop("values", {}).items()

@@ -53,7 +53,8 @@ def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
     if named is not None:
         return _open_named(folder, named)
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
-        if (folder / single).is_file():  # a single file takes precedence over an index, as in transformers
+        # As in transformers, a single weights file takes precedence over an index.
+        if (folder / single).is_file():
             return {**read(folder / single)}
         if (folder / index).is_file():
             return _open_shards(folder, index, read)
@@ -130,7 +131,8 @@ class _BinTensor(TensorSpec):
 def _load_bin(path: Path) -> dict[str, Tensor]:
     try:
         found = load_torch_file(path)
-    except Exception as error:  # a damaged or malicious file can cause any exception
+    except Exception as error:
+        # A damaged or malicious file can cause any exception.
         raise ValueError(f"{path} is refused, because it is not a plain tensor file: {why_refused(error)}") from None
     if not isinstance(found, dict) or not all(
         isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized

@@ -218,7 +218,8 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     if config.tokenizer.tokenizer_type is None:
         return known, "the checkpoint names no tokenizer: no tokenizer files are written"
     if config.tokenizer.tokenizer_type == "NullTokenizer" and source.origin.token_ids:
-        return known, None  # a NullTokenizer has no information about the model's special tokens
+        # A NullTokenizer has no information about the model's special tokens.
+        return known, None
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
         pad = _pad_token_id(tokenizer, source.side_files)

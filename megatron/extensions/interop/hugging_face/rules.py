@@ -37,7 +37,8 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         else:
             config_to_hf(c.model, family)
     except ArithmeticError:
-        return  # other rules report impossible sizes
+        # Other flag rules report impossible sizes.
+        return
     except ValueError as error:
         named = ("--hf-family", family, str(error), "select another family, or remove the flag")
         yield Problem(*(named if family is not None else (flag, wanted, str(error), remedy)))

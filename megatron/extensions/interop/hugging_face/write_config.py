@@ -88,7 +88,8 @@ def _settings(config: TransformerConfig, family: Family) -> Fields:
     for adapter in family.adapters:
         hf = adapter.write(hf, config, stated, family)
     if config.head_dim % 2 and config.head_dim == config.hidden_size // config.num_attention_heads:
-        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses an odd head_dim
+        # transformers refuses a config.json with an odd head_dim.
+        hf = {key: value for key, value in hf.items() if key != "head_dim"}
     return _spelled(hf, family)
 
 
@@ -281,7 +282,8 @@ def _in_proportion(config: TransformerConfig) -> bool:
 def _with_derived(config: TransformerConfig) -> Fields:
     """Return all fields of a model's configuration. The values of unset fields are derived from other fields."""
     fields = fields_of(config)
-    if fields.get("csa_compress_ratios"):  # drop the ratios of multi-token modules
+    if fields.get("csa_compress_ratios"):
+        # Drop the compression ratios of multi-token prediction modules.
         ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)
         fields["csa_compress_ratios"] = str([*ratios[: config.num_layers]])
     mamba_width = whole(fields, "mamba_head_dim") if "mamba_head_dim" in fields else 64

@@ -17,7 +17,8 @@ def iteration_folder(path: Path) -> Path:
     try:
         text = (path / LATEST).read_text(errors="replace").strip()
         return path / ("release" if text == "release" else f"iter_{read_latest(path) or 0:07d}")
-    except (OSError, ValueError):  # the tracker file is missing or invalid
+    except (OSError, ValueError):
+        # The tracker file, which names the latest checkpoint, is missing or invalid.
         return path
 
 

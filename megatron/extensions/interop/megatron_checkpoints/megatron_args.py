@@ -114,7 +114,8 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
         if modules and isinstance(depths, int) and "/" not in pattern:
             pattern += f"/{modules}" * depths
         found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
-        if hashed := found.get(HASHED):  # Megatron-LM counts only MoE layers, but this program counts all layers
+        if hashed := found.get(HASHED):
+            # The argument counts MoE layers, but this program's field counts all layers.
             experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
             found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
     return found | _widths(args)

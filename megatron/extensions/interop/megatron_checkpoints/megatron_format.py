@@ -40,7 +40,8 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     with_rows,
 )
 
-for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # classes of pickled objects in index files
+# Index files contain objects of the classes MCoreMetadata and MCoreSavePlan, which are read as the torch classes.
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
     RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
 
@@ -188,9 +189,11 @@ class MegatronSource(Source):
         self.checks_states = False
         self.notes = tuple(self._remarks(options))
         self.side_files = side_files_of(self.config.tokenizer)
-        with suppress(ValueError):  # the checkpoint may not record its progress
+        # The checkpoint may not record the run's progress.
+        with suppress(ValueError):
             progress = progress_of(self.tensors.common, self.args)
-            self.progress = progress if progress.iteration else None  # release checkpoints have iteration 0
+            # Release checkpoints have iteration 0, which is not a run's progress.
+            self.progress = progress if progress.iteration else None
 
     def _remarks(self, options: Options) -> Iterator[str]:
         tokens = self.config.model.vocab_size
@@ -228,7 +231,9 @@ class MegatronSource(Source):
             count = update_count(self.tensors.common.get("optimizer"))
             progress = progress_of(self.tensors.common, self.args)
             if "exp_avg" not in kinds:
-                count = progress.iteration  # only Adam's bias correction needs the exact count
+                # Without Adam, the number of updates may be approximate, because only Adam's bias correction depends on
+                # it.
+                count = progress.iteration
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}; {remedy}") from None
         if count is None:

@@ -279,7 +279,8 @@ class Names:
                 names = tuple(f"{name}.{kind}" for kind in kinds) or (name,)
                 yield Way(names, layer=layer, kinds=tuple(kinds.values()))
             yield Way((f"{own}_w", f"{own}_v"))
-            if meta.expert:  # each expert has one tensor, or one tensor for gate (w) and one for up (v)
+            if meta.expert:
+                # Each expert has one tensor, or one tensor for the gate (w) and one tensor for up (v).
                 experts = range(meta.global_shape[0])
                 each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
                 yield Way(tuple(each))

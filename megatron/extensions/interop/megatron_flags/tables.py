@@ -187,7 +187,8 @@ class ForeignFlags:
         """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` accepts
         no value."""
         words = entry.flags.split()
-        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the key is "FLAG VALUE"
+        # `fixed` is True if `entry` is the entry for this value of the flag, whose key is "FLAG VALUE".
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry
         fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"

@@ -64,12 +64,14 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         # size.
         if layers > longest:
             if model.vocab_size is None:
-                return  # this rule runs again when the tokenizer is known
+                # This rule runs again when the tokenizer, and thus the vocabulary size, is known.
+                return
             from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 
             longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
     except (ArithmeticError, AssertionError, ValueError):
-        return  # another rule reports invalid stages
+        # Another flag rule reports invalid stages.
+        return
     if not 1 <= layers <= longest:
         rule = f"must be in [1, {longest}], where {longest} is the number of layers of the longest pipeline stage"
         near = f"nearest: {min(max(layers, 1), longest)}"

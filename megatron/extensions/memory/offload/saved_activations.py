@@ -129,7 +129,9 @@ class ActivationOffload:
         """Start copying a host buffer to newly allocated device memory. Return the device memory as a uint8 tensor
         [nbytes]. The tensor's contents are valid after the event `buffer.read`."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.to_device.start_after()  # kernels launched so far may still use the memory for another tensor
+        # The copy waits for all kernels launched so far, because these kernels may still use the memory for another
+        # tensor.
+        self.to_device.start_after()
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
         return into
 
@@ -276,7 +278,8 @@ class _Moved:
         self._arrived = None
 
     def __del__(self) -> None:
-        self._wait()  # the memory must not be reused while a copy to this memory is in progress
+        # The host buffer and the device memory must not be reused while a copy between them is in progress.
+        self._wait()
         if self.host is not None:
             self.offload.pool.give_back(self.host)
 

@@ -41,7 +41,8 @@ def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         dims = ParallelDims.from_config(c.parallel, world_size)
     except (ValueError, ZeroDivisionError):
-        return  # nothing to check: another rule reports invalid sizes
+        # Another flag rule reports invalid sizes.
+        return
     ranks = max(dims.shards(False), dims.shards(True))
     if ranks > 1 and not c.ddp.shards_parameters:
         flag = "--data-parallel-sharding-strategy optim_grads_params"

@@ -37,7 +37,8 @@ class MupRule(ParameterRule):
         found = self.factors(meta)
         whole = meta.role in self.optimizer.whole_roles
         by = self.optimizer.optimizer if whole else self.optimizer.elementwise
-        eps = 1.0 if by in ("muon", "sgd") else found.gradient  # muon and sgd have no epsilon
+        # Muon and SGD have no epsilon.
+        eps = 1.0 if by in ("muon", "sgd") else found.gradient
         lr = 1.0 if group.decoupled else rate(found, by, self.scale if by == "muon" else None)
         return replace(
             group,

@@ -50,7 +50,8 @@ def with_multipliers(c: RunConfig) -> RunConfig:
         values["softmax_scale"] = score_factor(m)
         parameters = own_ratios(c) or None
     except (ArithmeticError, AssertionError, TypeError, ValueError):
-        return c  # other rules report invalid sizes
+        # Other flag rules report invalid sizes.
+        return c
     usual = MupFlags()
     options = replace(
         own,
@@ -68,7 +69,8 @@ def score_factor(model: TransformerConfig) -> float | None:
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # muP replaces only one factor of attention_scale, 1 / sqrt(head_dim)
+    # muP replaces only one factor of `attention_scale`, namely 1 / sqrt(head_dim).
+    usual = 1 / sqrt(model.head_dim)
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 

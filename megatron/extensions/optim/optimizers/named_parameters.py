@@ -70,7 +70,8 @@ class GroupRule:
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # 0, 0.0 and 0e0 result in the same group
+        if (decay := self.settings.get("weight_decay")) is not None:
+            # The spellings 0, 0.0 and 0e0 of a weight decay result in the same parameter group.
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)

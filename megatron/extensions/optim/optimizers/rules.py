@@ -98,7 +98,8 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         metas = stage_metas(m)
     except (ArithmeticError, AssertionError, ValueError):
-        return  # other rules report invalid sizes
+        # Other flag rules report invalid sizes.
+        return
     for meta in metas:
         for axis, dim in meta.sharded.items():
             run = meta.global_shape[dim] * prod(meta.global_shape[dim + 1 :])

@@ -195,7 +195,8 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     left = torch.arange(columns.shape[1], device=columns.device)
     while len(left):
         rest = columns[:, left]
-        for _ in range(2):  # project twice, because one projection leaves rounding errors
+        # Project twice, because a single projection leaves rounding errors.
+        for _ in range(2):
             rest = rest - basis @ (basis.mT @ rest)
         distant = rest.norm(dim=0) > noise
         left, rest = left[distant], rest[:, distant]

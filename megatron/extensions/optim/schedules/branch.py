@@ -32,7 +32,8 @@ def with_branch(config: RunConfig) -> RunConfig:
     if options.branch_from is None:
         return config
     if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
-        return _with_any_length(config, options)  # the flag rules report why the branch cannot start
+        # The flag rules report why the branch cannot start.
+        return _with_any_length(config, options)
     try:
         own = _saved(save)
         load = options.branch_from if own is None else save

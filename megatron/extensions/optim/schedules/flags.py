@@ -61,7 +61,8 @@ def resolve(config: RunConfig) -> RunConfig:
     try:
         text = without_tokens(options.lr_schedule, max(1, config.model.seq_length))
     except ValueError:
-        return config  # `rules` reports that the schedule is invalid
+        # The flag rules (`rules`) report that the schedule is invalid.
+        return config
     config = replace(config, optimizer=replace(optimizer, lr_decay_style=STYLE))
     return config.with_options(ScheduleFlags(lr_schedule=text))
 
@@ -73,7 +74,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if optimizer.lr_decay_style == STYLE:
             yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
         return
-    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # the user's text, with lengths possibly in tokens
+    # Use the user's text, in which lengths may be in tokens.
+    text = dict(config.given).get("lr_schedule") or own.lr_schedule
     if optimizer.lr_decay_style not in REPLACED:
         yield Problem.exclusive(name, text, f"--lr-decay-style {optimizer.lr_decay_style}")
     for field in OTHERS:

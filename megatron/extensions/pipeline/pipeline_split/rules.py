@@ -20,7 +20,8 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.model.num_layers < 1 or p.pipeline_model_parallel_size < 1:
         return
     if text is not None and (p.num_virtual_stages_per_pipeline_rank or p.num_layers_per_virtual_pipeline_stage):
-        return  # another rule reports that these flags exclude each other
+        # Another flag rule reports that these flags exclude each other.
+        return
     try:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:

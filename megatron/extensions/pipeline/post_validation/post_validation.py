@@ -180,7 +180,8 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # no pipeline message is in flight at this action, so the unfinished passes can be dropped
+            # No pipeline message is in flight at this action, so the unfinished passes can be dropped.
+            self.drop()
             raise StaleForwards
 
 
@@ -215,7 +216,8 @@ class PostValidatedStep(TrainStep):
     def gradients(self, given: StepInput) -> Sums:
         try:
             return super().gradients(given)
-        except StaleForwards:  # prepare the inputs again, because the loss scale may have changed
+        except StaleForwards:
+            # Prepare the inputs again, because the rollback may have changed the loss scale.
             return self.gradients(self.prepared(given.step, given.batches))
 
     def update(self, step: Step, sums: Sums, factor: Tensor) -> StepResult:

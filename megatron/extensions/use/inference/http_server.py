@@ -167,11 +167,13 @@ class ApiServer:
         except ValueError as error:
             raise ApiError(400, f"the body {error}") from None
         except ClientDisconnect:
-            return Response(status_code=400)  # the client has stopped reading
+            # The client has disconnected, so it does not read this response.
+            return Response(status_code=400)
         events, here = asyncio.Queue[Progress](), asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
-            with suppress(RuntimeError):  # the server's event loop may have ended
+            # If the server's event loop has already ended, the progress is dropped.
+            with suppress(RuntimeError):
                 here.call_soon_threadsafe(events.put_nowait, progress)
 
         try:
@@ -181,7 +183,8 @@ class ApiServer:
             raise ApiError(503 if self.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError:
             raise
-        except Exception as error:  # a bug, which is logged and reported to the client
+        except Exception as error:
+            # The exception indicates a bug, which is logged and reported to the client.
             self.log("".join(traceback.format_exception(error)))
             raise ApiError(500, f"{type(error).__name__}: {error}") from None
         progress = self._progress(request, call, job, events)

@@ -107,7 +107,8 @@ class Fields:
         try:
             return Sampling(
                 temperature=self.number("temperature", default.temperature),
-                top_k=None if top_k is not None and top_k < 1 else top_k,  # as in other servers, 0 and -1 disable top-k
+                # As in other servers, the values 0 and -1 disable top-k sampling.
+                top_k=None if top_k is not None and top_k < 1 else top_k,
                 top_p=self.number("top_p", default.top_p),
                 min_p=self.number("min_p", default.min_p),
                 repetition_penalty=self.number("repetition_penalty", default.repetition_penalty),

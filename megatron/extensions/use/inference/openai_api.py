@@ -188,7 +188,8 @@ class OpenAIApi:
                 for prompt in map(self.model.tokenize, prompts)
                 for choice in range(n)
             ]
-        except ValueError as error:  # the tokenizer refuses a prompt
+        except ValueError as error:
+            # The tokenizer cannot encode one of the prompts.
             fields.refuse("prompt", str(error))
             return []
 

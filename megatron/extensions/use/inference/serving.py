@@ -148,11 +148,13 @@ class EngineLoop:
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
         """Send the progress of a text to the thread that requested the text. If `reason` is not None, the text has
         ended."""
-        if found not in self._owner:  # the text was cancelled
+        if found not in self._owner:
+            # The text was cancelled, so nothing is sent.
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason
-        if reason is not None:  # update `_pending` before calling `tell`, because the receiver may read it
+        if reason is not None:
+            # Update `_pending` before calling `tell`, because the receiver may read `_pending`.
             del self._owner[found]
             with self._lock:
                 self._pending -= 1

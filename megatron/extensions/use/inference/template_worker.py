@@ -119,10 +119,12 @@ def main() -> None:
     from jinja2 import TemplateSyntaxError
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles SIGINT and then ends this process
+    # Ignore SIGINT, because the main program handles it and then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     template: Template | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # SIGPROF ends this process if the main program does not
+        # If rendering takes too long and the main program does not end this process, SIGPROF ends it.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)
         try:
             question, answer = json.loads(line), dict[str, object]()
             if template is None:

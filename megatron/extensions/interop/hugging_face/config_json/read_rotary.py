@@ -69,7 +69,8 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
     if FULL not in given:
         base = hf.get("rope_local_base_freq")
         if "rope_local_base_freq" in family.defaults and hf.get("rope_scaling") and base is None:
-            base = float(number(hf, "rope_theta"))  # rope_scaling applies only to layers without a window
+            # The scaling in rope_scaling applies only to layers without a sliding window.
+            base = float(number(hf, "rope_theta"))
         return none | {"window_rotary_base": base}
     if "rope_local_base_freq" not in family.defaults:
         raise ValueError("config.json: separate rope_parameters for layer kinds are not supported")
@@ -88,7 +89,8 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
     """Return the TransformerConfig fields for rotary scaling, which extends a model to longer contexts."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind in ("llama3", "yarn"):  # original_max_position_embeddings outside rope_scaling takes precedence
+    if kind in ("llama3", "yarn"):
+        # The key original_max_position_embeddings outside rope_scaling takes precedence over the key inside.
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
         rotary["original_max_position_embeddings"] = (
             (beside and hf["original_max_position_embeddings"])

@@ -246,7 +246,8 @@ class Engine:
             (generation,) = rows
             prompt = zip(generation.request.prompt[1:], outputs.prompt.tolist(), strict=True)
             generation.prompt_logprobs = [logprob_of(token, found) for token, found in prompt]
-        finite = outputs.logits.amax(-1).isfinite().tolist()  # amax returns NaN if any logit is NaN
+        # `finite` is also False if any logit is NaN, because amax then returns NaN.
+        finite = outputs.logits.amax(-1).isfinite().tolist()
         live = [row for row, each in enumerate(rows) if finite[row] and each.budget]
         for row, generation in enumerate(rows):
             if not finite[row]:
@@ -287,7 +288,8 @@ class Engine:
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # the text decoder may be in an invalid state after the exception
+                # The text decoder may be in an invalid state after the exception.
+                generation.stream = None
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:

@@ -55,7 +55,8 @@ class KeyValueCache:
             for kept in tensors:
                 if row < last:
                     kept[row] = kept[last]
-                kept[last] = 0  # stale values must be finite: a mask does not remove NaN, because 0 * NaN is NaN
+                # Old values in the cache must be finite. A mask does not remove NaN, because 0 * NaN is NaN.
+                kept[last] = 0
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 

@@ -134,7 +134,8 @@ class StageRunner:
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # `ended` is empty on ranks that do not run the last stage
+        # `ended` is empty on ranks that do not run the last stage.
+        for hidden in ended:
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)

@@ -70,7 +70,8 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.double()
-        wide = wide - wide.amax(-1, keepdim=True)  # prevents overflow if the temperature is near 0
+        # Subtracting the maximum prevents overflow if the temperature is near 0.
+        wide = wide - wide.amax(-1, keepdim=True)
         values, tokens = (wide / self.temperature).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             kept = min(self.top_k, values.shape[-1])
@@ -92,7 +93,8 @@ class Sampling:
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.to(torch.float64, copy=True)  # in a smaller dtype, logit * penalty could overflow
+        # In a smaller dtype, the product of a logit and the penalty could overflow.
+        logits = logits.to(torch.float64, copy=True)
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]
