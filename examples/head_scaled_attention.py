@@ -24,7 +24,7 @@ class HeadScaledAttention(nn.Module):
         super().__init__()
         h, d, heads, groups = config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups
         self.layer, self.head_dim, self.heads_of_group = ctx.layer, d, heads // groups
-        self.rotation = config.layer(ctx.layer).rotation  # None in layers without rotary embedding.
+        self.rotation = config.layer(ctx.layer).rotation  # `rotation` is None in layers without rotary embedding.
         # The query heads, the key and the value of a group are adjacent rows, so that every rank holds whole groups.
         rows = (groups, self.heads_of_group + 2, d)
         self.qkv = column_parallel(ColumnLinear(f"{name}.qkv", h, rows, config.add_bias_linear), ctx)

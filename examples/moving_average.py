@@ -1,5 +1,5 @@
-"""Token mixer that computes an exponential moving average of each channel and multiplies it by a gate. The decay of
-each channel is trainable.
+"""Token mixer that computes an exponential moving average of each channel and multiplies the average by a gate. The
+decay of each channel is trainable.
 
 python pretrain_gpt.py --extension examples/moving_average.py --hybrid-layer-pattern A-*-A- ...
 python pretrain_gpt.py --extension examples/moving_average.py --experimental-attention-variant moving_average ...

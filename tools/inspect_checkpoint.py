@@ -68,7 +68,7 @@ class ForeignWeights:
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (
-            recognize,  # not imported for checkpoints of this program
+            recognize,  # imported here, because this program's checkpoints do not need it
         )
         from megatron.extensions.interop.conversion.formats import Options
 

@@ -211,7 +211,7 @@ def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
     panels[1].fill_between(tokens, *([point[side] for point in curve] for side in ("low", "high")), alpha=0.2)
     panels[1].set(title="validation loss", xlabel="tokens", xscale="log")
     for panel in panels:
-        panel.xaxis.set_major_formatter(LogFormatter())  # plain text, because pictures have no formulas
+        panel.xaxis.set_major_formatter(LogFormatter())  # formats labels as plain text, because formulas are turned off
         panel.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=True))
         panel.grid(alpha=0.3)
         panel.legend(fontsize="x-small", frameon=False)

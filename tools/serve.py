@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:
         model = open_model(args, launch, stack)
         if not model.leads:
-            for number in SIGNALS:  # the first rank tells other ranks to stop
+            for number in SIGNALS:  # ignored here, because the first rank ends the other ranks
                 signal.signal(number, signal.SIG_IGN)
             try:
                 model.runner.follow()

@@ -92,7 +92,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
-            time.sleep(0.2)  # so that another rank can report an error that caused this failure
+            time.sleep(0.2)  # wait, because another rank may report the error that caused this failure
             break
         if time.monotonic() > deadline:
             for process in ranks:
@@ -145,7 +145,7 @@ def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
 
 def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) -> None:
     die_with_parent(parent)
-    gc.freeze()  # otherwise, garbage collection writes to pages shared with the parent, which copies them
+    gc.freeze()  # otherwise, garbage collection would copy pages that are shared with the parent
     stack_file = open(world.folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)

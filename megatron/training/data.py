@@ -243,7 +243,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
         raise ValueError(
             "there is no training data: give --data-path and a --split with a share for training, or --train-data-path"
         )
-    if len(made.train) < phase.samples:  # without weights, --data-path is read for only one epoch
+    if len(made.train) < phase.samples:  # without weights, the data sets of --data-path are read once
         raise ValueError(
             f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens, but the run "
             f"needs {phase.samples}: several --data-path prefixes without weights are read once; give each a "

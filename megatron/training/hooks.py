@@ -357,7 +357,7 @@ class Callback:
         return ()
 
     def state(self) -> object:
-        """Return the callback's state for checkpoints in JSON types, or None. The state must be equal on all ranks."""
+        """Return the state to store in checkpoints, in JSON types and equal on all ranks, or None for no state."""
         return None
 
     def load_state(self, state: object) -> None:

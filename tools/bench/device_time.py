@@ -123,7 +123,7 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # in clock cycles, at about 2 GHz
+        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # duration in clock cycles, at about 2 GHz
         begin.record()
     start = time.perf_counter()
     for _ in range(calls):

@@ -351,9 +351,9 @@ def kind_of(name: str) -> str:
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
-    """Run a contestant with another checkout of this program and with this checkout, and return the spread of the
-    results before, of the results after, and of the ratio after / before over all rounds. If the contestant fails,
-    return its error message."""
+    """Run a contestant with the checkout `before` of this program and with this checkout. Return the spread over all
+    rounds of three values: the result of `before`, the result of this checkout, and the second result divided by the
+    first. If the contestant fails, return its error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(

@@ -42,8 +42,8 @@ def record_of_step(log: Path, step: int) -> dict[str, Any]:
 def lines_of_step(
     record: Mapping[str, Any], prefixes: Mapping[str, str], decode: Callable[[NDArray], str] | None
 ) -> Iterator[str]:
-    """Yield lines about each sample of a step: the decoded parts, and whether the tokens equal those of the training
-    step.
+    """Yield lines about each sample of a step: the decoded text of its parts, and whether its tokens are the same as in
+    training.
 
     `prefixes` maps each data set name in the log to the prefix of an indexed dataset. Raises ValueError for an unknown
     name.

@@ -231,8 +231,8 @@ class ShellVariables:
         return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
 
     def _operand(self, found: re.Match[str]) -> str:
-        """Return the replacement of a variable name in arithmetic whose value is unknown: the variable's value if the
-        script sets it, and otherwise its name."""
+        """Return the text that replaces a variable name if the arithmetic around the name cannot be evaluated: the
+        variable's value if the script sets it, and otherwise the name itself."""
         text = self._number(found[0])
         return found[0] if text is None else text if text.startswith("$") or text.isdigit() else f"({text or 0})"
 

@@ -73,7 +73,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
     matplotlib.rcParams.update(LOOK)
-    warnings.filterwarnings("ignore", "Glyph")  # matplotlib's font lacks glyphs that viewers of the picture have
+    warnings.filterwarnings("ignore", "Glyph")  # viewers may have glyphs that matplotlib lacks
     return Figure((width, height), layout="constrained")
 
 

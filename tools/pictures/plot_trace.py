@@ -134,8 +134,8 @@ PHASES = {
 
 
 def phase_of(event: Event, iteration: int) -> str | None:
-    """Return the name of the phase to which an event belongs, which selects the event's color. Return None for events
-    that are not drawn."""
+    """Return the name of the phase to which an event belongs. The phase determines the color of the event. Return None
+    for events that are not drawn."""
     category, args = event["cat"], event["args"]
     if category == "step":
         return PHASES.get(event["name"])

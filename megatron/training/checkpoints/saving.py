@@ -72,7 +72,7 @@ class RunSaver:
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last, self._given_up = iteration, ""
         self._runtime.watchdog.doing(f"saving iteration {iteration}")
-        if self.exporters:  # so that exporters get the previous checkpoint before the new save can delete it
+        if self.exporters:  # exporters must get the previous checkpoint before the new save can delete it
             self.writer.wait()
             self.report()
         self.writer.save(iteration, *self.checkpoint.contents(self._progress, metrics))

@@ -183,5 +183,5 @@ def _whole(name: str) -> str:
 
 def _resolved(path: str | PurePath) -> Path:
     if isinstance(found := located(path) if "://" in str(path) else path, UrlPath):
-        return Path("/", *found.parts)  # not in any local folder
+        return Path("/", *found.parts)  # a path that does not exist locally
     return Path(os.path.realpath(os.path.expanduser(path)))

@@ -47,7 +47,7 @@ def parse_int(text: str) -> int:
 
 def parse_float(text: str) -> float:
     value = float(text)
-    if math.isnan(value) or "_" in text:  # float() also accepts 1_000
+    if math.isnan(value) or "_" in text:  # float() would accept 1_000
         raise ValueError("not a number")
     return value
 

@@ -137,7 +137,7 @@ def checked_texts(parser: ArgumentParser) -> ArgumentParser:
     For an argument that accepts any text, pass `type=any_text` to `add_argument`. For a path that may be in any
     storage, pass `type=located`.
     """
-    from argparse import ArgumentTypeError  # not imported at the top of the module, because runs do not need argparse
+    from argparse import ArgumentTypeError  # imported here, because runs do not need argparse
 
     def text(given: str) -> str:
         if (broken := text_rule(given)) is not None:

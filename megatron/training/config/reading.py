@@ -116,7 +116,7 @@ class FlagReader(GivenOptions):
     configuration file are read, the reader calls these functions."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after all flags and files are read. Each one applies a switch that replaces other values."""
+    """Functions to call after all flags and files are read, each of which changes the value of another flag."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -146,7 +146,7 @@ class FlagReader(GivenOptions):
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # without importing the code for other programs
+            self.read_field(name, texts, texts)  # the code for other programs is not imported
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 

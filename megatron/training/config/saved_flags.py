@@ -65,7 +65,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(located(options.load))
     if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
-        return config, notes  # another program's model determines the model flags even without this flag
+        return config, notes  # a model of another program always determines the model flags
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags apply"]
     before = config_of_sections(saved)
@@ -77,7 +77,8 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # users rarely set defaults
+            # A default value gets no note, because the user probably did not set it.
+            if named_value(config, field) != field_table()[field].default
         ]
         config = with_named(config, changed)
     if wanted[0]:

@@ -40,14 +40,14 @@ class RunLog:
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Bar | None = None
-        self._config_file: list[tuple[RunConfig, Path]] = []  # empty, or a single (configuration, path of the file)
+        self._config_file: list[tuple[RunConfig, Path]] = []  # at most one pair (configuration, file path)
         if not runtime.is_main:
             return
         save = config.checkpoint.save_root
         if save is not None:
             if isinstance(save, Path):
                 save.mkdir(parents=True, exist_ok=True)
-            if not (config.training.skip_train and saved_folders(save)):  # an evaluation keeps the training run's file
+            if not (config.training.skip_train and saved_folders(save)):  # do not replace the training run's file
                 save_config(config, save / RUN_CONFIG)
                 if isinstance(save, Path):
                     self._config_file.append((config, save / RUN_CONFIG))

@@ -145,7 +145,7 @@ class JsonLinesSink:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with suppress(OSError):  # fails for devices, which cannot be truncated
+            with suppress(OSError):  # raised for devices, which cannot be truncated
                 self._file.truncate(self._end)  # Remove a partly written line.
             raise
 

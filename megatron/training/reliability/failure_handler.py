@@ -301,7 +301,7 @@ class FailureHandler:
         def gone() -> bool:
             return not here.state() if here is not None else store_refuses()
 
-        if not board.wait(gone, STORE_ANSWER):  # the process closes its connections before it ends
+        if not board.wait(gone, STORE_ANSWER):  # wait: the process closes its connections before it ends
             return None
         who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
         process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"

@@ -91,7 +91,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
         store = _connected(address, port, launch, opens, timeout)
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ForeignPortError) as error:
         does = "cannot open" if opens else "did not find"
-        why = str(error).partition("\n")[0]  # without the C++ frames that torch adds below the first line
+        why = str(error).partition("\n")[0]  # torch adds C++ frames after the first line
         what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
         taken = "EADDRINUSE" in why
         if opens and taken:
@@ -188,7 +188,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
             tell(f"rank {launch.rank} waits for the store of the ranks at {address}:{port}: {state}")
         thread.join(PERIOD)
     if not thread.is_alive():
-        wait_until_gone(thread, MARGIN)  # otherwise, a process that the caller forks could hang
+        wait_until_gone(thread, MARGIN)  # otherwise, a child process that is forked later could hang
     if errors:
         raise errors[0]
     if not stores:

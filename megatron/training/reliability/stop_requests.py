@@ -193,7 +193,7 @@ class SignalListener:
 
 
 def _forget_socket() -> None:
-    with suppress(ValueError):  # a fork on another thread, where set_wakeup_fd raises ValueError
+    with suppress(ValueError):  # raised if a thread other than the main thread forked
         signal.set_wakeup_fd(-1)
 
 

@@ -84,7 +84,7 @@ def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
 
 
 def _together(parts: list[Sublayers]) -> Sublayers:
-    """Combine sublayers to one layer: a mixer, an MLP, or a mixer followed by an MLP."""
+    """Combine sublayers into one layer: a mixer, an MLP, or a mixer followed by an MLP."""
     first, last = parts[0], parts[-1]
     return Sublayers(first.attends, first.linear, last.mlp, last.experts)
 

@@ -193,7 +193,7 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     chunk]. Return three tensors for the tokens i of each chunk: the sums [..., i] of g up to token i, the decays [...,
     i, 1] from the start of the chunk to token i, and the decays [..., i, 1] from token i to the end of the chunk."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
-    total = g @ earlier  # a cumulative sum as a matrix product, because torch has no deterministic cumsum on GPUs
+    total = g @ earlier  # cumulative sum by a matrix product, because torch's cumsum is not deterministic on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
     if number is not None:
         before, number = number[..., :1], number[..., 1:]

@@ -287,8 +287,8 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
 
 
 def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report a second residual stream, and layer modules that may add to hidden states without using the residual
-    stream."""
+    """Report a problem if flags select two residual streams, or if the layer module adds outputs to the hidden states
+    directly and thus bypasses the selected residual stream."""
     module, streams = c.model.layer_module, [RESIDUALS.facts(name) for name in RESIDUALS.wanted(c.model)]
     for facts in streams[1:]:
         value = _value_of_switch(c, facts.switch)

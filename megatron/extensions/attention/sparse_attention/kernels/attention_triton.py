@@ -234,7 +234,7 @@ def selected_weights(
             if h0 > 0:
                 total += tl.load(into, mask=start + j < count, other=0.0)
             tl.store(into, total, mask=start + j < count)
-        tl.debug_barrier()  # the next iteration of the loop over heads reads sums that other threads stored
+        tl.debug_barrier()  # because the next iteration of the loop reads sums that other threads have stored
 
 
 class Tiling(NamedTuple):
