@@ -123,8 +123,8 @@ class ParamMeta:
     of "tp", "ep" and "expt_tp"."""
 
     init: Init | None = None
-    """Initial values of the parameter. With None, `make_parameter` fills in the default that `InitPolicy` defines for
-    the role."""
+    """Initial values of the parameter. If `init` is None, `make_parameter` fills in the default that `InitPolicy`
+    defines for the role."""
 
     partial_over: tuple[str, ...] = ()
     """Model-parallel axes over which gradients must be summed, because each rank computes only a part of the sum. The

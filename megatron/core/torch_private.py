@@ -290,8 +290,8 @@ class AutogradContext(FunctionCtx):
     """One bool for each argument of `forward`: True if the gradient of the argument is needed."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save operands and results of the forward pass for the backward pass. This annotation permits None, whereas
-        torch's annotation does not."""
+        """Save operands and results of the forward pass for the backward pass. The annotation of this method permits
+        None, whereas torch's annotation does not."""
 
 
 def sequence_number(node: Node) -> int:

@@ -63,8 +63,8 @@ class Ring:
         return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
 
     def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:
-        """Overwrite the rows of x [m, ...] that this rank sends to other ranks. The new rows are `sent` [sent, ...].
-        The returned tensor may be x itself, modified in place."""
+        """Overwrite the rows of x [m, ...] that this rank sends to other ranks. `sent` [sent, ...] contains the new
+        values of these rows. The returned tensor may be x itself, modified in place."""
         if self.rows_sent is None:
             return sent
         for rows, part in zip(self.rows_sent, sent.split([len(rows) for rows in self.rows_sent]), strict=True):

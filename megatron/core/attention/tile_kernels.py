@@ -127,7 +127,7 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 class TorchKernel:
     """Attention in plain torch for any device and dtype, with optional dropout, ALiBi biases and a soft cap on the
-    scores. The softmax of 16-bit scores is in fp32.
+    scores. The softmax of 16-bit scores is computed in fp32.
 
     `slopes` [heads] are the ALiBi slopes of the local heads (`core_attention.alibi_slopes`), in the dtype of the
     scores. With a `cap` c, the scaled query-key products z become c tanh(z / c) before ALiBi and masks are applied

@@ -28,8 +28,8 @@ class RouterFacts:
     routers apply, the layer uses the router that was registered last."""
 
     scores: tuple[str, ...] = ()
-    """Values of --moe-router-score-function that the router defines. `make_scores` of this router creates these scores,
-    even for a model with another router."""
+    """Values of --moe-router-score-function that the router defines. The method `make_scores` of this router creates
+    the scores for these values, even if the model uses another router."""
 
     losses: tuple[str, ...] = ()
     """Values of --moe-router-load-balancing-type that select an auxiliary loss. A run may combine several of these

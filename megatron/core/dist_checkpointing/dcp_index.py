@@ -74,7 +74,7 @@ class IndexReader(dcp.FileSystemReader):
                 kind, info = self._small_kind(item), self.storage_data[item.storage_index]
                 if kind is None or (template := self._template(kind)) is None:
                     continue
-                # An entry with a forged length is not read by template.
+                # A tensor whose entry states a forged length is not read with a template.
                 if info.length == archive_bytes(kind, template):
                     by_file.setdefault(info.relative_path, []).append((item, kind, template))
         self._announce([item for items in by_file.values() for item, _, _ in items])

@@ -302,9 +302,10 @@ class Candidates:
 
 def candidates(path: PurePath) -> Candidates:
     """List the checkpoints that `path` may refer to: `path` itself if it is a checkpoint, or all checkpoints in the
-    folder `path` up to the latest one. A text file names the latest checkpoint. If the text file is missing or damaged,
-    the checkpoint with the highest iteration is the latest. The function raises ValueError if the file is damaged and
-    there is no checkpoint, or if `path` is a model that must be converted to a checkpoint first.
+    folder `path` up to the latest one. The text file `LATEST` in the folder names the latest checkpoint. If the text
+    file is missing or damaged, the checkpoint with the highest iteration is the latest. The function raises ValueError
+    if the file is damaged and there is no checkpoint, or if `path` is a model that must be converted to a checkpoint
+    first.
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))

@@ -164,7 +164,7 @@ def plan_buffers(
         linears_apart: Whether to put the weights of linear layers in separate buffers, for all-gathers in another
             number format.
         unit_ranks: The matrices of each unit form a separate bucket if their gradients are reduced over at least this
-            number of ranks. With None, no unit has a separate bucket.
+            number of ranks. If the value is None, no unit has a separate bucket.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"

@@ -164,7 +164,7 @@ class Dispatcher(ABC):
         `chosen` [n, k] contains the experts selected for this rank's tokens. The value `num_experts` marks a dropped
         assignment. If `most` is given, each expert accepts at most `most` assignments from this rank. The returned
         function completes the planning and returns the `Routes`. If the host needs the message sizes, the returned
-        function waits for the device, so launch all independent kernels before you call the function.
+        function waits for the device, so launch all independent kernels before you call the returned function.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:

@@ -100,9 +100,9 @@ class _Run:
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """Gradient tensor into which the result of the links is written if they precede a fused link, because a fused link
-    reads its input from the gradient. If no fused link follows, `into` is None and the result is added to the
-    parameter."""
+    """Gradient tensor into which the result of the links is written if these links precede a fused link, because a
+    fused link reads its input from the gradient. If no fused link follows, `into` is None and the result is added to
+    the parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False

@@ -79,7 +79,8 @@ class StepResult:
 
     @property
     def spike(self) -> bool:
-        """True if `Update.judge` classified the step as a spike. The update of a spike is not necessarily skipped."""
+        """True if `Update.judge` classified the step as a spike. The update of such a step is not necessarily
+        skipped."""
         return bool(self._read()[3])
 
     @property

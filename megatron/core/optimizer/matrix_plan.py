@@ -92,8 +92,8 @@ class MatrixPlan:
             are split into their linear maps.
         blockwise: Whether to treat each tensor-parallel shard as a separate matrix.
         round_size: Maximum number of elements that a rank gathers in one round. The default is `ROUND`.
-        wanted: Predicate that selects the parameters whose matrices are in the plan. If it is given, parameters of all
-            buffers can be selected.
+        wanted: Predicate that selects the parameters whose matrices are in the plan. If `wanted` is given, parameters
+            of all buffers can be selected.
     """
 
     def __init__(

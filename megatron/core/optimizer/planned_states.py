@@ -34,7 +34,7 @@ DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Dtypes that a state may have, with the size of an element in bytes."""
 
 FLOAT8 = "float8_e4m3fn"
-"""Name of a dtype with one byte per element. Only the states of fused links may have this dtype, because only their
+"""Name of a dtype with one byte per element. Only the states of fused links may have this dtype, because no other
 states can have scales."""
 
 

@@ -36,7 +36,8 @@ class LinearFormatFacts:
     as the reason for this requirement."""
 
     tokens: int
-    """Number that must divide the number of tokens in a micro-batch. The kernels of the format require this."""
+    """Number that must divide the number of tokens in a micro-batch. The kernels of the format require this
+    divisibility."""
 
     described: Callable[[ModelParallelConfig], str]
     """Function that takes the configuration and returns a short description of the format."""

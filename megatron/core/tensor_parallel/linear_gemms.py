@@ -323,8 +323,8 @@ class OutputGradient:
         """Return the results that a kernel stored for dY: the casts of dY in the form that `cast_grad` returns, and the
         sum of dY over tokens. `grad` is the gradient that autograd passes to the layer.
 
-        A result is None if no kernel stored it. Both results are None if autograd has added another gradient to dY
-        since then, so that `grad` has different values.
+        A result is None if no kernel stored it. Both results are None if autograd added another gradient to dY after
+        the kernel stored the results, so that `grad` has different values.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):
