@@ -32,7 +32,7 @@ class GeneratorDataset(TextDataset):
 
     The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. If
     a requested sample is not in memory, and lies before the current position or at least `WINDOW` samples after it, the
-    stream is restarted at this sample. `fingerprint` is a text that identifies the stream. Different streams need
+    stream is restarted at this sample. `fingerprint` is a string that identifies the stream. Different streams need
     different fingerprints."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
@@ -98,7 +98,7 @@ def stream_splits(
             number `first`. The split is "train", "valid" or "test".
         format: Format of the samples.
         sizes: Number of samples of each split; 0 for a split that is not used.
-        fingerprint: Text that identifies the stream; different streams need different texts.
+        fingerprint: String that identifies the stream. Different streams need different strings.
     """
     found: list[GeneratorDataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):

@@ -121,8 +121,8 @@ class PackingConfig:
         return made
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Return a text about how well documents with the given lengths fill samples, and how evenly the work of a step
-        is distributed over replicas. Return None if documents are not packed."""
+        """Return a log message that describes how well documents with the given lengths fill samples, and how evenly
+        the work of a step is distributed over replicas. Return None if documents are not packed."""
         if not self.packs:
             return None
         told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)

@@ -85,14 +85,14 @@ def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
 
 
 def context_line(before: float, after: float, how: str = "with the division by work") -> str:
-    """Return the log text about the ratio of the busiest context-parallel rank's work to the mean work per rank.
+    """Return a log message with the ratio of the busiest context-parallel rank's work to the mean work per rank.
     `before` is the ratio with the default division, and `after` is the ratio with the division that `how` describes."""
     values = f"{before:.4g} with the default division, {after:.4g} {how}"
     return f"attention work of the busiest context-parallel rank relative to the mean: {values}"
 
 
 def work_line(before: float, after: float, how: str = "as assigned") -> str:
-    """Return the log text about the ratio of the busiest replica's work to the mean work per replica. `before` is the
+    """Return a log message with the ratio of the busiest replica's work to the mean work per replica. `before` is the
     ratio with samples in their original order, and `after` is the ratio with the assignment that `how` describes."""
     values = f"{before:.4g} with samples in order, {after:.4g} {how}"
     return f"attention work of the busiest replica relative to the mean: {values}"

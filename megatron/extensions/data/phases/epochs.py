@@ -35,7 +35,8 @@ class EpochLines(Callback):
 
 
 def epochs_so_far(run: TrainingRun) -> str:
-    """Return a text with the number of epochs so far for each data set. The text is empty if no data set was used."""
+    """Return a log message with the number of epochs so far for each data set. The message is empty if no data set was
+    used."""
     counting = (callback.counted(run) for callback in run.callbacks if isinstance(callback, EpochLines))
     return next((epochs.line(run.progress.consumed_samples) for epochs in counting), "")
 
@@ -74,6 +75,6 @@ class Epochs:
                 yield f"epoch {int(epochs)} of {name} has ended by sample {consumed_samples:,}: {epochs:.3f} epochs"
 
     def line(self, consumed_samples: int) -> str:
-        """Return a text with the number of epochs so far for each data source that was used."""
+        """Return a log message with the number of epochs so far for each data source that was used."""
         pairs = zip(self.names, self.at(consumed_samples).tolist(), strict=True)
         return ", ".join(f"{name} {epochs:.3g}" for name, epochs in pairs if epochs)

@@ -40,7 +40,7 @@ def enter_phase(run: TrainingRun) -> None:
 
 
 def is_over(run: TrainingRun) -> bool:
-    """Return True if the next step belongs to a different phase."""
+    """Return True if the run's current phase is over, so that the next step belongs to a different phase."""
     return run.config is not run.plan.at(run.progress.consumed_samples).config
 
 

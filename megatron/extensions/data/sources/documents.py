@@ -1,4 +1,4 @@
-"""Interface of documents that a third-party library reads. A document is a text, or a list of token ids that are used
+"""Interface of documents that a third-party library reads. A document is a string, or a list of token ids that are used
 unchanged."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, located, stor
 from megatron.extensions.data.text_data.inputs import TextFile, files_below
 
 Value = str | bytes | NDArray | ValueError
-"""Content of a record: a text (str or bytes), token ids [n], or a ValueError that says why the record is invalid."""
+"""Content of a record: a string (str or bytes), token ids [n], or a ValueError that says why the record is invalid."""
 
 DEFAULT_KEY = "text"
 TOKEN_KEYS = ("input_ids", "tokens")

@@ -81,7 +81,7 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """Return the `StreamedDataset` that is wrapped in a data set of the run."""
+    """Remove the wrappers around a data set of the run, and return the `StreamedDataset` inside."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset

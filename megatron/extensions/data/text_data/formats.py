@@ -114,7 +114,7 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
 
 
 def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
-    """Return the texts in a record, one for each key of `reading`. Raises ValueError if the record is invalid."""
+    """Return the strings in a record, one for each key of `reading`. Raises ValueError if the record is invalid."""
     if isinstance(record, tuple):
         return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
     row = _row(record, chunk)
@@ -382,8 +382,8 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
-    """Yield table rows. Texts are yielded as bytes, because one text that is not valid UTF-8 would prevent the decoding
-    of all rows of its batch."""
+    """Yield table rows. Strings are yielded as bytes, because one string that is not valid UTF-8 would prevent the
+    decoding of all rows of its batch."""
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()
@@ -399,8 +399,8 @@ def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Re
 
 
 def _text_bytes(column: pa.Array) -> pa.Array | None:
-    """Convert an Arrow array of texts, in any Arrow layout, to bytes. Return None if the array contains values other
-    than text.
+    """Convert an Arrow array of strings, in any Arrow layout, to bytes. Return None if the array contains values other
+    than strings.
 
     Lengths and offsets are validated, because an Arrow stream has no checksum for these values."""
     import pyarrow as pa

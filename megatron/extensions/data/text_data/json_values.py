@@ -17,11 +17,11 @@ def _integer(digits: str) -> int | Decimal:
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
 """JSON decoder without a limit on the length of integers. `json.loads` is faster, but rejects integers with more than
-4,300 digits. This decoder is used only for texts that `json.loads` rejects."""
+4,300 digits. This decoder is used only for JSON that `json.loads` rejects."""
 
 
 def from_json(text: str) -> object:
-    """Parse a JSON text that may contain integers of any length."""
+    """Parse JSON that may contain integers of any length."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -36,7 +36,7 @@ MOST_IDS = 1 << 24
 
 
 MOST_GROWTH = 1000
-"""Maximum factor by which a normalizer or decoder may lengthen a text. The factors of common normalizers are much
+"""Maximum factor by which a normalizer or decoder may lengthen a string. The factors of common normalizers are much
 smaller."""
 
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
@@ -103,8 +103,8 @@ class _OverTokenizers:
         return before, behind
 
     def _encodable_text(self) -> tuple[str, list[int]]:
-        """Return a text that the tokenizer encodes to at least one token, and the ids of this text. Raises ValueError
-        if there is no such text."""
+        """Return a string that the tokenizer encodes to at least one token, and the ids of this string. Raises
+        ValueError if there is no such string."""
         problem = ValueError(f"{self._flags}: the tokenizer encodes no text; use another file")
         for text in itertools.chain("a0 ", itertools.islice(self._tokenizer.get_vocab(), 1000)):
             try:
@@ -115,7 +115,7 @@ class _OverTokenizers:
         raise problem
 
     def special_names(self) -> list[str]:
-        """Return the texts of all added tokens. Documents may contain these texts."""
+        """Return the strings of all added tokens. Documents may contain these strings."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 

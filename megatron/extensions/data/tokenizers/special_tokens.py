@@ -41,10 +41,10 @@ class SpecialTokens:
     """Tokens that the files next to a tokenizer.json define."""
 
     roles: dict[str, Token] = field(default_factory=dict)
-    """Mapping from roles, such as "eos_token", to tokens, each of which is an AddedToken or a text."""
+    """Mapping from roles, such as "eos_token", to tokens. Each token is an AddedToken or a string."""
 
     extra: list[Token] = field(default_factory=list)
-    """Special tokens that have no role, each of which is an AddedToken or a text."""
+    """Special tokens that have no role. Each of these tokens is an AddedToken or a string."""
 
     added: dict[int, AddedToken] = field(default_factory=dict)
     """Mapping from ids to added tokens. Tokens that the tokenizer lacks are added in ascending order of these ids."""
@@ -99,7 +99,7 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def role_texts(folder: Path) -> dict[str, str]:
-    """Return a mapping from roles, such as "eos_token", to the texts of the special tokens that the files of a folder
+    """Return a mapping from roles, such as "eos_token", to the strings of the special tokens that the files of a folder
     define."""
     return {role: _text(token) for role, token in _Settings.of(folder).roles().items() if role in ROLES}
 
@@ -179,8 +179,8 @@ def _decoder(file: Path, found: object) -> dict[int, AddedToken]:
 
 
 def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Return the tokens of added_tokens.json, an object that maps texts to ids. `special` contains the texts of special
-    tokens."""
+    """Return the tokens of added_tokens.json, an object that maps strings to ids. `special` contains the special tokens
+    as strings."""
     from tokenizers import AddedToken
 
     made: dict[int, AddedToken] = {}
@@ -192,7 +192,7 @@ def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
 
 
 def _token(file: Path, key: str, value: object) -> Token:
-    """Convert a JSON value to a token. The value is a text or an object with the key "content"."""
+    """Convert a JSON value to a token. The value is a string or an object with the key "content"."""
     from tokenizers import AddedToken
 
     if isinstance(value, str) and value:

@@ -45,7 +45,7 @@ class ChatTemplate:
 
     def __call__(self, messages: Sequence[Message], **more: object) -> str:
         """Render the prompt for the assistant's answer. Raises ValueError if the template refuses the messages, exceeds
-        the time or memory limit, or renders a text far longer than the messages."""
+        the time or memory limit, or renders a prompt far longer than the messages."""
         checked_messages(messages)
         values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
         try:
@@ -131,7 +131,8 @@ def checked_messages(messages: object) -> Sequence[Message]:
 
 
 def plain_messages(messages: object) -> list[dict[str, object]]:
-    """Convert the content of each chat message to a string. If the content is a list of texts, the texts are joined."""
+    """Convert the content of each chat message to a string. If the content is a list of text parts, the parts are
+    joined."""
     return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 

@@ -221,8 +221,8 @@ class ApiServer:
     async def _progress(
         self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
     ) -> AsyncIterator[Progress]:
-        """Yield the progress of the texts until all of them are complete. Raises ApiError if the generation of a text
-        fails, and ClientDisconnect if the client disconnects."""
+        """Yield the progress of the generations until all of them are complete. Raises ApiError if a generation fails,
+        and ClientDisconnect if the client disconnects."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:
             while open_texts:

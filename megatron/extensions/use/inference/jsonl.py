@@ -81,7 +81,7 @@ class Fields:
         return value is True
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """Read a nonempty text or a list of at most `most` nonempty texts."""
+        """Read a nonempty string or a list of at most `most` nonempty strings."""
         value = self.body.get(name)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
@@ -216,7 +216,7 @@ def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], 
 
 
 def is_prompt(value: object) -> TypeGuard[str | list[int]]:
-    """Return True if the prompt is a text or a list of token ids."""
+    """Return True if the prompt is a string or a list of token ids."""
     return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
 
 

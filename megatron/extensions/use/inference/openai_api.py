@@ -42,7 +42,7 @@ class Limits:
     """Upper limits on the size of a single request."""
 
     choices: int = 16
-    """Maximum number of texts per request, which is the number of prompts times n."""
+    """Maximum number of choices per request, which is the number of prompts times n."""
 
     new_tokens: int = 4096
     """Maximum value of max_tokens in a request."""
@@ -194,7 +194,7 @@ class OpenAIApi:
             return []
 
     def _prompts(self, fields: Fields) -> list[str | list[int]]:
-        """Read the prompts of a request. Each prompt is a text or a list of token ids."""
+        """Read the prompts of a request. Each prompt is a string or a list of token ids."""
         value = fields.body.get("prompt", "")
         several = isinstance(value, list) and value and not is_prompt(value)
         given = value if several and isinstance(value, list) else [value]
@@ -286,7 +286,7 @@ class OpenAIApi:
 
 def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
     """Return the number of prompt tokens, the number of generated tokens, and the sum of both. `counts` contains the
-    number of generated tokens of each text. Each prompt is counted once, even if n > 1."""
+    number of generated tokens of each choice. Each prompt is counted once, even if n > 1."""
     prompts = sum(len(request.prompt) for request in call.requests[:: call.n])
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 

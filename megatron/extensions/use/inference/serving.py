@@ -53,7 +53,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._owner: dict[Generation, tuple[Job, int]] = {}
         self._pending, self._lock = 0, threading.Lock()
-        """Number of requested texts that are not complete yet, and the lock that protects this number."""
+        """Number of requested sequences that are not complete yet, and the lock that protects this number."""
         self.stopping = threading.Event()
         self.failure: str | None = None
         """Reason why the engine failed. None if the engine has not failed."""
@@ -62,7 +62,7 @@ class EngineLoop:
         """Submit a job that ends with a timeout if it is not complete after `seconds`. The engine's thread calls `tell`
         to report the progress of each request. This method may be called from any thread.
 
-        Raises Busy if too many texts are waiting, or if the server is shutting down."""
+        Raises Busy if too many sequences are waiting, or if the server is shutting down."""
         with self._lock:
             if self.stopping.is_set():
                 raise Busy("the server is shutting down")
@@ -86,7 +86,7 @@ class EngineLoop:
 
     @property
     def pending(self) -> int:
-        """Number of active or waiting texts."""
+        """Number of active or waiting sequences."""
         return self._pending
 
     def run(self) -> None:
@@ -146,8 +146,8 @@ class EngineLoop:
                 self._tell(found)
 
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
-        """Send the progress of a text to the thread that requested the text. If `reason` is not None, the text has
-        ended."""
+        """Send the progress of a generation to the thread that requested it. If `reason` is not None, the generation
+        has ended."""
         if found not in self._owner:
             # The text was cancelled, so nothing is sent.
             return

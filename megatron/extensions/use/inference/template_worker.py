@@ -1,10 +1,10 @@
 """Process that renders a chat template, with time and memory limits.
 
 A template is read from the tokenizer files, which may come from an untrusted source. Jinja's sandbox protects the
-interpreter, but it limits neither the run time of nested loops nor the length of texts that a template doubles
-repeatedly. Compiling a template may already create such texts. The process imports neither torch nor this package. The
-first input line of the process contains the template, and each further line contains the values for a rendering. The
-process answers each input line with a line of JSON.
+interpreter, but it limits neither the run time of nested loops nor the length of strings that a template doubles
+repeatedly. Compiling a template may already create such strings. The process imports neither torch nor this package.
+The first input line of the process contains the template, and each further line contains the values for a rendering.
+The process answers each input line with a line of JSON.
 """
 
 from __future__ import annotations

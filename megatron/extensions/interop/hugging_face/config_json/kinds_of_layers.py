@@ -24,9 +24,9 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 
 class RotaryOfKinds(Adapter):
-    """Adapter for Command A Vision and Beam. Their config.json describes the rotary embedding of layers with a sliding
-    window and of layers without one in two separate objects. If one of these objects is null, the layers of this kind
-    have no rotary embedding."""
+    """Adapter for Command A Vision and Beam. In the config.json of these models, two separate objects describe the
+    rotary embeddings of layers with a sliding window and of layers without a sliding window. If one of these objects is
+    null, the layers of this kind have no rotary embedding."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         given = table(hf, "rope_parameters")

@@ -84,8 +84,8 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Yield one bool per layer, which is True if the layer has a sliding window. This function is used if config.json
-    does not list the layer kinds.
+    """Yield one bool per layer: True if the layer has a sliding window. This function is used if config.json does not
+    list the layer kinds.
 
     The dense layers at the beginning and the remaining layers have separate patterns. In each pattern, every N-th layer
     has full attention, and all other layers have a sliding window. N is the value of

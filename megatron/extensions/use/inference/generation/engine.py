@@ -115,9 +115,10 @@ class Generation:
 
 
 class Engine:
-    """Engine that generates the texts of many requests at once. The engine runs on the leader rank of a `StageRunner`.
+    """Engine that generates the responses to many requests at once. The engine runs on the leader rank of a
+    `StageRunner`.
 
-    At most `rows` texts are generated at the same time. If all rows are occupied, further requests wait in a queue
+    At most `rows` sequences are generated at the same time. If all rows are occupied, further requests wait in a queue
     until a row becomes free. A forward pass over several prompts reads at most `prefill_tokens` tokens, including
     padding. A prompt with more tokens is read in a separate pass. `detokenize` is needed to return text or to support
     stop strings.
@@ -264,8 +265,8 @@ class Engine:
         return rows
 
     def _sample(self, logits: Tensor, rows: list[Generation]) -> None:
-        """Sample the next token of each text in `rows` from `logits`, and add the token to the text. Texts with equal
-        sampling settings are sampled together."""
+        """Sample the next token of each sequence in `rows` from `logits`, and add the token to the sequence. Sequences
+        with equal sampling settings are sampled together."""
         groups: dict[Sampling, list[int]] = {}
         for row, generation in enumerate(rows):
             groups.setdefault(generation.request.sampling, []).append(row)
@@ -327,7 +328,7 @@ class Engine:
 
 
 def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
-    """Sample the next token of each text in `rows` from `logits`. All texts use the same sampling settings."""
+    """Sample the next token of each sequence in `rows` from `logits`. All sequences use the same sampling settings."""
     uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
     earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
     tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()

@@ -1,8 +1,8 @@
-"""Key/value cache for generation, and attention to the cached tokens. The cache contains several texts, which may have
-different lengths.
+"""Key/value cache for generation, and attention to the cached tokens. The cache contains several sequences, which may
+have different lengths.
 
-Each row of the cache stores one text, whose first token is in column 0. The new tokens of a forward pass are padded on
-the right to equal length. No query attends to the padding. A later pass overwrites the padding.
+Each row of the cache stores one sequence, whose first token is in column 0. The new tokens of a forward pass are padded
+on the right to equal length. No query attends to the padding. A later pass overwrites the padding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ columns is increased by at least 50%."""
 
 
 class KeyValueCache:
-    """Cache of a model's intermediate results for the tokens of several texts. For each attention layer, the cache
+    """Cache of a model's intermediate results for the tokens of several sequences. For each attention layer, the cache
     contains keys and values, or the latents from which keys and values are projected. For each linear attention layer,
-    the cache contains recurrent states. Memory use grows with the number of texts and with their lengths."""
+    the cache contains recurrent states. Memory use grows with the number of sequences and with their lengths."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -49,7 +49,7 @@ class KeyValueCache:
         return Cached(self, first, past, tuple(counts), width, device)
 
     def drop(self, row: int) -> None:
-        """Remove the text in row `row` of the cache. The last row of the cache is moved to `row`."""
+        """Remove the sequence in row `row` of the cache. The last row of the cache is moved to `row`."""
         last = len(self.lengths) - 1
         for tensors in (*self._layers.values(), *self._states.values()):
             for kept in tensors:
@@ -95,7 +95,7 @@ class KeyValueCache:
 
 
 class Cached:
-    """Part of a cache that one forward pass reads and extends, for b texts with up to s new tokens each. This class
+    """Part of a cache that one forward pass reads and extends, for b sequences with up to s new tokens each. This class
     implements the protocol `megatron.core.batch.EarlierTokens`."""
 
     def __init__(
@@ -118,8 +118,8 @@ class Cached:
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """Positions of the new tokens, [b, s]."""
         self.lengths = None if min(counts) == width else torch.tensor(counts, device=device)
-        """Number of new tokens of each text, [b]. None if all texts have the same number of new tokens, because no
-        padding is needed in this case."""
+        """Number of new tokens of each sequence, [b]. None if all sequences have the same number of new tokens, because
+        no padding is needed in this case."""
         self._seen: dict[Span, Tensor] = {}
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:

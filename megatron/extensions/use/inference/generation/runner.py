@@ -30,7 +30,7 @@ Forward = Callable[[Tensor | None, tuple[Batch, Cached]], Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward pass over the new tokens of the texts in consecutive cache rows."""
+    """Forward pass over the new tokens of the sequences in consecutive cache rows."""
 
     first: int = 0
     """Index of the first cache row that the pass uses."""

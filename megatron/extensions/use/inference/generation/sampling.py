@@ -56,14 +56,14 @@ class Sampling:
             raise ValueError("\n".join(problems))
 
     def next_tokens(self, logits: Tensor, uniform: Tensor, earlier: Sequence[Sequence[int]] = ()) -> Tensor:
-        """Sample the next token of each text, and return the token ids [b].
+        """Sample the next token of each sequence, and return the token ids [b].
 
         If the largest logit is not finite, the result is an arbitrary token of the vocabulary.
 
         Args:
             logits: Logits [b, vocab].
             uniform: Random numbers [b] in [0, 1).
-            earlier: Earlier tokens of each text, to which the repetition penalty applies.
+            earlier: Earlier tokens of each sequence, to which the repetition penalty applies.
         """
         if self.repetition_penalty != 1:
             logits = self._penalized(logits, earlier)
