@@ -7,9 +7,9 @@
 
 The tool measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a
 node and between nodes. All ranks measure at the same time, because all ranks also compute at the same time in training.
-Launch as many ranks per node, and bind them to the same processors, as in the training run. The measurement takes about
---seconds. With --cpu, the tool measures the processors and gloo. The GPU measurements have not been tested on a GPU
-yet.
+Launch this tool with as many ranks per node as the training run, and bind the ranks to the same processors. The
+measurement takes about --seconds. With --cpu, the tool measures the processors and gloo. The GPU measurements have not
+been tested on a GPU yet.
 """
 
 from __future__ import annotations

@@ -407,7 +407,7 @@ class Parts:
     metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def with_registered(self, config: RunConfig) -> Parts:
-        """Return `Parts` with the registered callbacks, these callbacks, and the metrics of both."""
+        """Return a copy that also contains the registered callbacks and the metrics that all callbacks define."""
         callbacks = (*(registered(name, config) for name in CALLBACKS.wanted(config)), *self.callbacks)
         metrics = {name: measure for callback in callbacks for name, measure in callback.metrics().items()}
         return Parts(callbacks, metrics | dict(self.metrics))

@@ -1,4 +1,4 @@
-"""Components of a training run on one rank, and their owner."""
+"""Components of a training run on one rank, and the class that owns these components."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RunStep(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingRun(RunView):
-    """Object that owns all components of a run on one rank. The training loop owns this object. The training loop
-    passes to each function only the components that the function uses.
+    """Object that owns all components of a run on one rank. The training loop owns this object, and passes to each
+    function only the components that the function uses.
 
     `config` is the configuration of the current phase, and `plan.base` is the configuration that results from the
     flags. `progress` and `interval` change with every step. The other components are built once and stay the same for

@@ -53,15 +53,15 @@ class StepGuard:
         self._pending: tuple[Step, StepResult] | None = None
 
     def watch(self, step: Step, result: StepResult) -> None:
-        """Store a step that has just been launched. `settle` later reads its result."""
+        """Store a step that has just been launched. `settle` later reads the verdict on the step."""
         assert self._pending is None, f"the verdict on {self._pending} has not been read"
         self._pending = step, result
 
     def settle(self) -> bool:
-        """Read the verdict on the last step and act on it. Call this method once per step. The call waits for the
-        device. The call is collective if the loss or gradient was not finite. Return True if a callback's search for
-        the cause may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the
-        run.
+        """Read the verdict on the last step, and act on the verdict. Call this method once per step. The call waits for
+        the device. The call is collective if the loss or gradient was not finite. Return True if a callback's search
+        for the cause may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends
+        the run.
         """
         self._optimizer.end_update()
         if self._pending is None:

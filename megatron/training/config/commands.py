@@ -1,8 +1,8 @@
 """Commands that `pretrain_gpt.py` runs instead of training. Extensions add commands together with their options.
 This module does not import torch.
 
-An option is not part of the configuration. It is given on the command line and never in a file, and checkpoints do not
-store it.
+The options of a command are not part of the configuration: they are given on the command line, never in a file, and
+checkpoints do not store them.
 """
 
 from __future__ import annotations

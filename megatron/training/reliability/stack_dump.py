@@ -26,8 +26,8 @@ class StackDump:
         self._kills = out_of_memory_kills()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Open the stack file, and make the interpreter write into it on a crash. Raises ValueError if the file cannot
-        be written."""
+        """Open the stack file, and make the interpreter write stacks to this file if the process crashes. Raises
+        ValueError if the file cannot be written."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank-{rank:05d}.txt").open("w")

@@ -233,8 +233,8 @@ class SelectedKeys(CoreAttention):
         lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """Return `out` unchanged. In training, also compute the indexer loss; the backward pass then returns its
-        gradients."""
+        """Return `out` unchanged. In training, also compute the indexer loss, so that the backward pass returns
+        the gradients of this loss."""
         if not self.training:
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
