@@ -268,8 +268,9 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
     """Return the collectives in which the ranks `a` and `b` block each other, keyed by rank; None if the ranks do not
-    block each other. There are two cases. Each rank waits in a collective that the other rank has not entered, or the
-    collectives with the same number that the ranks entered in one group are different."""
+    block each other. Two ranks block each other in two cases. In the first case, each rank waits in a collective that
+    the other rank has not entered. In the second case, the ranks have entered different collectives with the same
+    number in one group."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:

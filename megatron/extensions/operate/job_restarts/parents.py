@@ -224,8 +224,8 @@ class Parents:
         self._answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:
-        """Return True if a parent has requested the start of the ranks with the number `number`, or if this start or a
-        later one has begun."""
+        """Return True if a parent has requested start number `number` of the ranks, or if this start or a later start
+        has already begun."""
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:

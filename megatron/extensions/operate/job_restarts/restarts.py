@@ -321,7 +321,7 @@ class Parent:
                 self._parents.beat()
                 self._parents.tidy()
                 if self._parents.lost(self._start.roster):
-                    self._parents.ask(number + 1)  # all ranks are lost, so this spare requests the start
+                    self._parents.ask(number + 1)  # all ranks are lost, so this spare requests their restart
                 time.sleep(ASK)
         return ExitCode.FAILED, ""
 
@@ -354,7 +354,7 @@ class Parent:
                     if now > following_ran_at + STOPPED:
                         self._parents.kill(following)
                     lost_at = min(lost_at, now) if self._parents.lost([following]) else float("inf")
-                    if now > lost_at + GRACE:  # the child may not notice the loss, for example before it has connected
+                    if now > lost_at + GRACE:  # a child that has not yet connected may not notice the lost rank
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                     if end_at == stuck_at == float("inf") and now > UNMET and not has_met():

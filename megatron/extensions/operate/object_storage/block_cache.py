@@ -43,7 +43,7 @@ CHECKSUM = 4
 
 
 class Stored(NamedTuple):
-    """File in object storage. Its content is assumed not to change."""
+    """File in object storage whose content is assumed not to change."""
 
     name: str
     identity: str

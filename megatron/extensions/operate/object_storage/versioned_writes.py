@@ -21,7 +21,7 @@ def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, e
     if (write := WRITES.get(scheme)) is None:
         raise NotImplementedError(scheme)
     try:
-        about = fs.info(place)  # read the properties before the content, so that a write in between is detected
+        about = fs.info(place)  # read the properties before the content, so that any later write is detected
         if fs.cat_file(place) != expected:
             return False
         write(fs, place, data, about)

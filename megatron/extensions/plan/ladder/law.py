@@ -165,8 +165,8 @@ def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Fit laws to the predictions of a fitted law with random noise added. This parametric bootstrap is used because
-    there are too few points for resampling."""
+    """Add random noise to the predictions of a fitted law, and fit further laws to the results. This parametric
+    bootstrap is used because there are too few points for resampling."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):

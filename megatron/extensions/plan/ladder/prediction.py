@@ -107,11 +107,11 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
     """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The laws for earlier
     evaluations are fitted with the exponents of the final law.
 
-    Validation losses vary more while the learning rate is high. Therefore, the largest rung is also predicted from the
-    other rungs at each evaluation. The uncertainty band of the target at an evaluation is at least as wide as the
-    largest error of these predictions for the largest rung, at that evaluation or later. If the target is farther from
-    the largest rung, in log(compute), than the largest rung is from the second largest rung, the band is widened in
-    proportion.
+    Validation losses vary more while the learning rate is high. Therefore, the loss of the largest rung is also
+    predicted from the other rungs at each evaluation. The largest relative error of these predictions, over the current
+    and all later evaluations, is a lower bound on the relative standard deviation of the target's loss. If the target
+    is farther from the largest rung, in log(compute), than the largest rung is from the second largest rung, the errors
+    are multiplied by the ratio of these two distances.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []

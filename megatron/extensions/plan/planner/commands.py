@@ -201,8 +201,8 @@ class DryRun(Command):
     def _suggest(self, run: Prepared) -> int:
         """Print the best layouts of a run.
 
-        If the run's own layout has problems, the report lists them. If every layout has problems, the run is refused
-        with the problems of its own layout, as without --suggest."""
+        If the run's own layout has problems, the report lists them. If every layout has problems, the run is refused in
+        the same way as without --suggest: the message states the problems of the run's own layout."""
         from megatron.extensions.plan.planner.suggest.report import MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"

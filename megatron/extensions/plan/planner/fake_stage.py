@@ -379,8 +379,8 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Return a cache key for the embedding and the head: the micro-batch without recomputation settings, which affect
-    these parts only with multi-token prediction."""
+    """Return the cache key of the embedding and the head. Recomputation affects them only with multi-token
+    prediction."""
     if batch.model.mtp_depths:
         return batch
     none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))

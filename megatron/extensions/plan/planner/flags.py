@@ -84,8 +84,8 @@ class PlannedRun:
     world_size: int
 
     ranks_per_node: int
-    """Number of ranks per node, as given by --gpus-per-node or by the device file. Without both, it is the largest
-    divisor of the number of ranks that is at most 8."""
+    """Number of ranks per node, as given by --gpus-per-node or by the device file. If neither states this number, the
+    default is the largest divisor of the world size that is at most 8."""
 
     step_seconds: float | None
     """Predicted step time in seconds; None without --device."""

@@ -107,8 +107,8 @@ def buffer_bytes(
 
     The result is exact, except that it omits one scalar step count for each range of states. Units that are temporarily
     unsharded are not included; see `UnitsInFlight`. `of_chain` contains two sizes in bytes, one on the device and one
-    on the host. Each is the size of all callback states and of the transform-chain states that are stored outside
-    shards. `units` is the place (DEVICE, HOST or DISK) that stores units, such as layers, between passes.
+    on the host. Each size covers all callback states, and the transform-chain states that are stored outside shards.
+    `units` is the place (DEVICE, HOST or DISK) that stores units, such as layers, between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
@@ -262,9 +262,9 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes of the states of an optimizer's transform chain that are stored outside the distributed
-    optimizer's shards, as two lists: bytes on the device, and bytes on the host. Each list has an entry for each rank
-    at `pp_rank`, in rank order.
+    """Return the bytes of those transform chain states that an optimizer stores outside the distributed optimizer's
+    shards. The result consists of two lists: bytes on the device, and bytes on the host. Each list has an entry for
+    each rank at `pp_rank`, in rank order.
 
     `main` is the number of bytes per element of main parameters.
     """

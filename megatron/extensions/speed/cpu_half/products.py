@@ -83,7 +83,7 @@ def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Ker
         if dtype not in _replaced or _few_rows(*args[operands - 2 : operands]):
             return own(keys, *args, **kwargs)
         if any(x.dtype != dtype for x in (*args[:operands], *(() if out is None else (out,)))):
-            return own(keys, *args, **kwargs)  # torch's own kernel reports the error
+            return own(keys, *args, **kwargs)  # torch's own kernel reports unequal dtypes
         if (mask := kwargs.get("attn_mask")) is not None:
             kwargs["attn_mask"] = mask.float()
         kwargs.pop("out", None)

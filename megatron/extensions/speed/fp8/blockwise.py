@@ -70,7 +70,7 @@ class BlockwiseGemms(Fp8Gemms):
     columns have the same scales. All other operands have one scale for each tile of 1 x 128 elements.
 
     The GEMM for the weight gradient sums over tokens, and therefore needs a cast of the input by columns. This cast is
-    computed from the cast by rows, because the cast by rows is what sequence parallelism gathers.
+    computed from the cast by rows, because sequence parallelism gathers the cast by rows.
     """
 
     gathers_weights = True

@@ -293,7 +293,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
     rows = a.values.shape[0]
-    if rows % ALIGNMENT:  # pad the rows, for example of an expert with few tokens
+    if rows % ALIGNMENT:  # for example, an expert with few tokens: pad its rows
         a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
     values, others = _in_whole_tiles(a.values, 1), _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t()
     scale = _tiles_as_columns(a.scale)

@@ -257,7 +257,7 @@ class PerTensorGemms(Fp8Gemms):
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """Write dY W into out. The rows dY [n, out] of some tokens may be gathered fp8 values, viewed as uint8."""
+        """Write dY W to `out`. `dy` contains gradients [n, out] in fp8. Gathered gradients are viewed as uint8."""
         rows = Scaled(dy[0].view(self.grad_format), dy[1])
         scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
 
@@ -353,7 +353,7 @@ class DelayedGemms(PerTensorGemms):
         if self.training:
             noted = self.amax[WEIGHT]
             torch.maximum(noted, amax, out=noted)
-        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # the sum is NaN if the amax is not finite
+        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # the scale is NaN if the amax is not finite
 
 
 AMAX_HISTORY = f".amax{HISTORY}"

@@ -183,8 +183,9 @@ def fused_norm(
         cast: Request of the next layer for fp8 casts of the norm's output. If there is no dropout mask, the second
             result is a placeholder that carries these casts (`InputCast.stand_in`).
 
-    If the update (or x, if there is no update) is the output of a linear layer, and if there is no dropout mask, the
-    backward pass also casts the layer's output gradient to fp8 and sums it, as the backward pass of the layer requires.
+    The update (or x, if there is no update) may be the output of a linear layer. If there is no dropout mask, the
+    backward pass of the norm then also casts the output gradient of this layer to fp8 and sums it. The backward pass of
+    the layer uses the casts and the sum.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)

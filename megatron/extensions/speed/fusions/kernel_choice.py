@@ -145,8 +145,8 @@ class ComparedKernel(Protocol):
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """Kernel that replaces a plain-torch operation. The fields contain what is needed to compare the kernel with plain
-    torch."""
+    """Kernel that replaces a plain-torch operation. The fields contain the functions and limits for a comparison of the
+    kernel with plain torch."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
@@ -160,9 +160,10 @@ class FusedKernel(Generic[*Operands, R]):
     """Allowed error of the tensors that the kernel returns or overwrites: the norm of the error, divided by the norm of
     the correct tensor."""
     planned: Callable[..., R] | None = None
-    """Function that a dry run calls instead of the kernel. It records the launch in its first argument, a `Launches`
-    (`plan/planner/as_on_gpus.py`), and returns tensors with the shapes of the results. The further arguments of the
-    function are the operands of the kernel. If None, a dry run counts the torch operations of `plain` instead."""
+    """Function that a dry run calls instead of the kernel. The function records the launch in its first argument, a
+    `Launches` (`plan/planner/as_on_gpus.py`), and returns tensors with the shapes of the results. The other arguments
+    of the function are the operands of the kernel. If None, a dry run counts the torch operations of `plain`
+    instead."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
@@ -208,7 +209,7 @@ def choose_kernels(
     """Compare every registered kernel with torch, on operands with the tensor shapes of a run. Collective over all
     ranks of `world`.
 
-    A kernel is turned off if it is wrong, raises an error, or takes longer than torch.
+    A kernel is turned off if it returns wrong results, raises an error, or takes longer than torch.
 
     Args:
         shapes: Shapes of the run.

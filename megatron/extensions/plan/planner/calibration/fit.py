@@ -116,7 +116,7 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
     # An all-reduce takes twice as many steps as a gather, but both are launched once.
     steps = max(1, size - 1) if ranks_per_adapter == 1 else max(1, int(np.ceil(np.log2(size))))
     latency = (starts["all_reduce"] - starts["all_gather"]) / steps
-    if latency <= 0:  # the times are too noisy to separate, so all of the time is attributed to steps
+    if latency <= 0:  # the times are too noisy, so attribute all of the all-reduce's time to its steps
         latency = starts["all_reduce"] / 2 / steps
     launch = max(0.0, starts["all_gather"] - latency * steps)
     share = {kind: _in_four_digits(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}

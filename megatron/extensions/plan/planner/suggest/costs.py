@@ -60,8 +60,8 @@ and dense layers often precede MoE layers.
 """
 
 SAME_LAYERS = 0.98
-"""Assumed minimum ratio between the time of layers with recomputation or deferred weight gradients and the time of the
-same layers without them.
+"""Assumed lower bound on the relative time of layers with recomputation or deferred weight gradients. Their time is
+divided by the time of the same layers without recomputation and without deferred weight gradients.
 
 The ratio is below 1 because the same kernels may run in a different order.
 """

@@ -224,8 +224,8 @@ class LayoutSearch:
     def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
         """Return the layouts of a family that may fit. Each layout uses only the memory-saving settings that it needs.
 
-        If the lower bound on the step time of the family is now higher than the bound of the candidate, return the
-        family itself with the new bound instead.
+        The lower bound on the family's step time may have risen since the candidate was created. In this case, return
+        the family itself with the new bound instead.
         """
         again = self.costs.family_bound(family)
         if again <= candidate.bound:

@@ -68,7 +68,7 @@ class Saving(NamedTuple):
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """Yield the settings that add one further way of saving memory to this setting.
+        """Yield settings that combine this setting with one more way of saving memory.
 
         A step takes at least as long with a yielded setting as with the current setting. A yielded setting is therefore
         worth evaluating only if the current setting does not fit.
@@ -229,8 +229,9 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the problems in `problems` that no layout avoids. Each of these problems occurs, with the same text,
-        in both the shortest and the longest pipeline of every family."""
+        """Return the entries of `problems` that no layout avoids. A problem is considered unavoidable if, in every
+        family, it occurs with the same text for the first and the last layout, which have the shortest and the longest
+        pipeline."""
         left = list(problems)
         for family in self.space.families():
             if not left:
@@ -288,8 +289,8 @@ class SearchedRun:
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
 
     def _as_given(self, config: RunConfig) -> RunConfig:
-        """Return `config` with all layout flags reset to their values from before `resolve` filled in defaults. The
-        global batch size is not restored, because it must be the same for every layout."""
+        """Return `config` with all layout flags reset to the values that they had before `resolve` filled in defaults.
+        The global batch size is not restored, because it must be the same for every layout."""
         fields = {flag.field for flag in self._flags} - {"global_batch_size"}
         before = {field: value for field, value in config.given if field in fields}
         return replace(with_named(config, before), given=())

@@ -75,8 +75,8 @@ class Schedule:
         return build_schedule(*shape, self.group, self.in_turns)
 
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return two tuples with one value per pipeline rank, for a step of `microbatches` micro-batches: the time at
-        which the rank's last action ends, and the part of this time that messages add."""
+        """Predict a step of `microbatches` micro-batches. Return two tuples with one value per pipeline rank: the times
+        at which the last actions of the ranks end, and the parts of these times that are due to messages."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
         return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))

@@ -412,8 +412,8 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """Return two placements: the placement of the ranks over which a distributed-optimizer instance shards states,
-        and the placement of the ranks that hold the same shard in different instances."""
+        """Return two placements. The first one describes the ranks over which a distributed-optimizer instance shards
+        states. The second one describes the ranks that hold the same shard in different instances."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:

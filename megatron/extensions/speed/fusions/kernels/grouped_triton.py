@@ -79,8 +79,8 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
     steps = tl.where(e < experts, tl.cdiv(stop - start, BLOCK_N), 0)
     last = tl.max(steps)
-    # Sort experts by their number of steps, and then by index. A single sort key combines both. Experts that exist only
-    # as padding come last.
+    # Sort experts by their number of steps, and then by index. A single sort key combines steps and index. Experts that
+    # exist only as padding come last.
     key = tl.where(e < experts, steps, last + 1).to(tl.int64) * EXPERTS + e
     order = (tl.sort(key) % EXPERTS).to(tl.int32)
     used = e < experts
