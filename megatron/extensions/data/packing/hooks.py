@@ -59,9 +59,10 @@ class WorkOfReplicas(Callback, Meter):
 
 
 class WorkOfContextRanks(Callback, Meter):
-    """Callback that logs the ratio of the busiest context-parallel rank's attention work to the mean work per rank, and
-    the fraction of keys that are sent to other ranks (--balance-packed-samples and --hybrid-context-parallel). The
-    values are averaged over the micro-batches of all replicas."""
+    """Callback that logs two statistics about context parallelism (--balance-packed-samples and
+    --hybrid-context-parallel). The first one is the ratio of the busiest rank's attention work to the mean work per
+    rank. The second one is the fraction of keys that are sent to other ranks. The values are averaged over the
+    micro-batches of all replicas."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.data, self.device = run.data, run.runtime.device

@@ -121,7 +121,7 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
     """Return the ratio of the busiest replica's work to the mean work per replica for two assignments of a step's
-    samples: the original order, and the balanced assignment by `deal`. `works` contains the attention work of each
-    sample."""
+    samples. In the first assignment, samples are in their original order. The second one is the balanced assignment by
+    `deal`. `works` contains the attention work of each sample."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

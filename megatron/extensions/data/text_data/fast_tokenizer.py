@@ -1,8 +1,8 @@
 """Byte-pair encoding with the optional gigatoken package, which returns the same ids as `tokenizers` but is many times
 faster.
 
-The ids from gigatoken are compared with the ids of the replaced tokenizer: for a list of difficult texts when the
-replacement is built, and for a fraction of all encoded documents later.
+The ids from gigatoken are compared with the ids of the replaced tokenizer. When the replacement is built, the ids of a
+list of difficult strings are compared. Later, the ids of a fraction of all encoded documents are compared.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ LONGEST_ESCAPE = 16
 may be caused by an incomplete escape sequence. In this case, more text is read before the error is reported."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""Content of a record. A line is represented as bytes, selected values as a tuple with one value per key, a JSON object
-or a whole table row as a dict, and an invalid record as the ValueError that describes the error."""
+"""Content of a record. A line is represented as bytes. Selected values are a tuple with one value per key. A JSON
+object or a whole table row is a dict. An invalid record is the ValueError that describes the error."""
 
 
 @dataclass(frozen=True)

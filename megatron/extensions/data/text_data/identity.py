@@ -56,8 +56,8 @@ class Digests:
     folder: Path
 
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
-        """Return a dict that maps the path of each local file to a hash of its content, and the URL of each remote file
-        to the state that the store reports.
+        """Return a dict with one entry per file. The path of a local file is mapped to a hash of the file's content.
+        The URL of a remote file is mapped to the state that the store reports.
 
         If several processes share the folder, one process reads the files while the other processes wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}

@@ -232,9 +232,10 @@ def completed(basis: Tensor, others: Tensor) -> Tensor:
     derived from the orthonormal columns of `others` [n, n].
 
     The first candidates for new columns are the last n - count columns of `others`, followed by the other columns of
-    `others`. A candidate is skipped if its distance from the span of the previous columns is at most 1 / (2 sqrt n),
-    because the resulting direction would consist mostly of rounding errors. There are always enough candidates: the
-    squared distances of n orthonormal vectors from a span add up to the number of missing dimensions.
+    `others`. A candidate is skipped if its distance from the span of the previous columns is at most 1 / (2 sqrt n).
+    A candidate so close to the span would result in a direction that consists mostly of rounding errors. There are
+    always enough candidates: the squared distances of n orthonormal vectors from a span add up to the number of missing
+    dimensions.
     """
     size, count = basis.shape
     candidates = torch.cat((basis, others[:, count:], others[:, :count]), dim=1)

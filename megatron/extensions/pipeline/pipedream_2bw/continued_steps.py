@@ -138,8 +138,8 @@ class ContinuedStep(TrainStep):
 
     def _following(self, step: Step) -> StepInput | None:
         """Read the inputs of the next step; return None if the next step cannot begin early. The next step cannot begin
-        early if it belongs to a different training phase, if the run skips its samples, or if one of `run.meters` reads
-        the parameters or the step's result before the following step begins."""
+        early if it belongs to a different training phase, or if the run skips its samples. It also cannot begin early
+        if one of `run.meters` needs its result before the step after it begins."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

@@ -119,8 +119,8 @@ class LateOptimizer(DistributedOptimizer):
 
     def use_for(self, of_next_step: bool) -> None:
         """Select the weight version for a forward or backward pass. Passes of the next step use the newest weights.
-        Passes of the current step use the weights before the update of the previous step: these are the newest weights
-        while the update is pending, and the previous version afterwards."""
+        Passes of the current step use the weights before the update of the previous step. While this update is pending,
+        these are the newest weights. After the update, these are the previous version of the weights."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:

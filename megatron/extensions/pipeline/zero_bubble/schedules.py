@@ -29,7 +29,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
     """Return the schedule ZB-H2 (arXiv 2401.10241, section 2.2). ZB-H2 has twice as many initial forward passes as
-    ZB-H1, which reduces the bubble to (p - 1)(F + I - 2W), where F, I and W are the durations of a forward pass, of an
+    ZB-H1. The bubble is therefore only (p - 1)(F + I - 2W), where F, I and W are the durations of a forward pass, of an
     input gradient pass and of a weight gradient pass. A rank keeps activations of up to 2p - 1 microbatches.
 
     If `in_turns` is True, each forward pass in the steady state is interleaved with an input gradient pass, and each
@@ -42,8 +42,8 @@ def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
 
 
 def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
-    """Return a schedule in which rank r runs k (p - r - 1) initial forward passes, or one more if `in_turns` is True,
-    and delays weight gradients by k r microbatches."""
+    """Return a schedule for p pipeline ranks and m microbatches. Rank r runs k (p - r - 1) initial forward passes, or
+    one more if `in_turns` is True. Rank r delays weight gradient passes by k r microbatches."""
     lists = []
     for rank in range(p):
         behind = k * rank

@@ -22,7 +22,8 @@ MOST_LOGPROBS = 100
 
 @dataclass(frozen=True)
 class Request:
-    """Request to continue a text. The constructor raises a ValueError that lists all invalid fields."""
+    """Request to generate a continuation of a prompt. The constructor raises a ValueError that lists all invalid
+    fields."""
 
     prompt: Sequence[int]
     """Token ids of the prompt, which must not be empty."""
@@ -185,7 +186,7 @@ class Engine:
                 self._end(generation, "cancelled")
 
     def step(self) -> list[Generation]:
-        """Read the prompts of waiting requests if rows are free, then add a token to every active text. Return the
+        """Read the prompts of waiting requests if rows are free, then add a token to every active sequence. Return the
         generations whose text changed."""
         changed = self._admit() if self.waiting and len(self.growing) < self.rows else []
         if self.growing:

@@ -32,7 +32,8 @@ class TextStream:
         """True if the text contains a stop string."""
 
     def add(self, token: int) -> str:
-        """Add a token. Return the text that was added and that later tokens can no longer change."""
+        """Add a token. Return the next part of the text, up to the first character that later tokens may still
+        change."""
         self._tokens.append(token)
         return self._released(self._taken(final=False), final=False)
 
