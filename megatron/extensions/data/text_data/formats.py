@@ -148,7 +148,7 @@ def read_rows(file: TextFile) -> list[dict[str, object]]:
 
 
 def _row(record: object, chunk: Chunk) -> str | dict[str, object]:
-    """Return the text or the object of a record. Raises ValueError if the record is invalid."""
+    """Return the string or the JSON object of a record. Raises ValueError if the record is invalid."""
     if isinstance(record, ValueError):
         raise record
     if isinstance(record, bytes):

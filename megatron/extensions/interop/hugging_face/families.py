@@ -190,7 +190,8 @@ class Family:
     """Layer kind that the last layer always has, regardless of `layer_types` in config.json."""
 
     needed_layer_type: str | None = None
-    """Layer kind that must occur at least once. If no layer has this kind, the last layer is changed to it."""
+    """Layer kind that must occur at least once. If no layer has this kind, the kind of the last layer is changed to
+    this kind."""
 
     linear_kind: str = "linear_attention"
     """Value in layer_types for a layer with linear attention."""

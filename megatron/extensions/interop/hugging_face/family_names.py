@@ -22,8 +22,8 @@ ALIKE = 0.85
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a message suffix that suggests the most similar known name. The suffix is empty if no known name is
-    similar."""
+    """Return a message suffix that suggests the most similar known name. The suffix is empty if the similarity of all
+    known names is below `cutoff`."""
     close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; nearest: {close[0]}" if close else ""
 

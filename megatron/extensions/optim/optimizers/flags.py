@@ -174,7 +174,8 @@ def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
 
 
 def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ...]:
-    """Return a tuple with the dtype in which Muon communicates and orthogonalizes matrices."""
+    """Return the dtype in which Muon communicates and orthogonalizes matrices, as a tuple with one element.
+    `main_dtype` is the dtype of main parameters."""
     medium = optimizer.options(MuonFlags).muon_fp32_matmul_prec == "medium"
     return ("bfloat16" if main_dtype == "float32" and medium else main_dtype,)
 

@@ -156,8 +156,8 @@ class StoredState:
 
 
 def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
-    """Return the ranges [start, stop) of chunks with at most `size` elements. The chunk size limits the size of
-    temporary tensors."""
+    """Divide `numel` elements into chunks of at most `size` elements, which limits the size of temporary tensors.
+    Return the range [start, stop) of each chunk."""
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
@@ -428,7 +428,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
 
 
 def _leading_bits(x: Tensor) -> Tensor:
-    """Return sign, exponent and 16 mantissa bits as int32.
+    """Return the sign, the exponent and the 16 leading mantissa bits of `x` as int32.
 
     x is rounded to nearest, so that a different summation order of gradients rarely changes the result.
     """

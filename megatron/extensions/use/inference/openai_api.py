@@ -215,7 +215,7 @@ class OpenAIApi:
     # Answers
 
     def answer(self, call: Call, found: Sequence[Generation]) -> dict[str, object]:
-        """Return the complete answer to a request."""
+        """Return the complete answer to the request `call`. `found` contains one generation per choice."""
         choices = []
         for index, each in enumerate(found):
             text = (call.prompts[index] if call.echo else "") + each.text
@@ -230,7 +230,7 @@ class OpenAIApi:
         self, call: Call, index: int, text: str, tokens: Sequence[Logprob] | None, reason: str | None, first: bool
     ) -> dict[str, object]:
         """Return a chunk of a streamed answer. The chunk contains a piece of one choice's text, the log-probabilities
-        of the tokens in the piece, and the finish reason."""
+        of the tokens in the piece, and the finish reason. `first` is True for the first chunk of a choice."""
         delta: dict[str, object] = {"role": "assistant"} if first else {}
         delta |= {"content": text} if text or first else {}
         logprobs = None
@@ -294,5 +294,6 @@ def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
 def choice(
     index: int, said: Mapping[str, object], logprobs: Mapping[str, object] | None, reason: str | None
 ) -> dict[str, object]:
-    """Return the JSON object for one choice of an answer, or for a chunk of a choice."""
+    """Return the JSON object for one choice of an answer, or for a chunk of a choice. `said` contains the generated
+    text, and `reason` is the finish reason."""
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": "stop" if reason == "eos" else reason}

@@ -62,7 +62,8 @@ class KeyValueCache:
 
     def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
         """Return the cache tensors of a layer, [rows, groups, columns, width]. The cache tensors are enlarged if they
-        have fewer than `rows` rows or `columns` columns."""
+        have fewer than `rows` rows or `columns` columns. `new` contains the new keys and values of the layer, which
+        determine the sizes of the other dims."""
         old = self._layers.get(layer)
         have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
         if old is None or have[0] < rows or have[1] < columns:
