@@ -1,4 +1,4 @@
-"""Kinds of --data-path values that name data sets of the libraries `datasets`, `webdataset` and `mosaicml-streaming`.
+"""Recognizes --data-path values that name data sets of the libraries `datasets`, `webdataset` and `mosaicml-streaming`.
 This module does not import torch, and imports a library only when it is used."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SourceKind(DataKind):
-    """Kind of --data-path value that names data sets of one library. `documents` is the name of the class that reads
-    these data sets. `holds` is a function that returns True if the library can read a given path."""
+    """Path kind for --data-path values that name data sets of one library. `documents` is the name of the class that
+    reads these data sets. `holds` is a function that returns True if the library can read a given path."""
 
     urls = True
 

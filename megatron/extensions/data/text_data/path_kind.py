@@ -1,4 +1,4 @@
-"""The kind of --data-path value that names text files. This module does not import torch."""
+"""Recognizes --data-path values that name text files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.extensions.data.text_data.inputs import find_inputs, is_text
 
 
 class Text(DataKind):
-    """Kind of --data-path value that names text files, which are tokenized before training."""
+    """Path kind for --data-path values that name text files. The files are tokenized before training."""
 
     urls = True
 

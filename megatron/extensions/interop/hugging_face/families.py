@@ -175,8 +175,7 @@ class Family:
     """Maps a TransformerConfig field to config.json keys and their exponents. The field's value is the product of the
     keys' values, each raised to its exponent.
 
-    When config.json is written, the value of the first key is computed from the field's value and the other keys'
-    values.
+    When config.json is written, the first key gets the value for which the product equals the field's value.
     """
 
     layer_types: Sequence[str] = ()

@@ -138,9 +138,9 @@ class HFWeights:
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """Some files divide the rows of a parameter equally among its tensors, instead of as the parameter's layout
-    requires. Return views that correct the division: in the views, each tensor has the number of rows that the layout
-    requires. If the files divide the rows in any other way, return an empty dict."""
+    """Some files divide the rows of a parameter equally among its tensors, although the parameter's layout requires
+    different numbers of rows. Return views that correct the division: in the views, each tensor has the number of rows
+    that the layout requires. If the files divide the rows in any other way, return an empty dict."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]

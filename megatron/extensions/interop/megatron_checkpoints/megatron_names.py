@@ -108,10 +108,11 @@ def find_ways(
     optional: Collection[str] = (),
     used: Iterable[str] = (),
 ) -> dict[str, Way]:
-    """Determine how the files store each parameter. The result maps each parameter name to the first `Way` whose
-    tensors all exist. Raises ValueError with a list of problems: missing parameters that are not `optional`, tensors of
-    the wrong shape, and unknown tensors. A tensor is unknown if it is not in `used` and does not belong to any
-    parameter."""
+    """Determine how the files store each parameter. `present` contains the names of the tensors in the files, and
+    `ways_of` returns the possible ways to store a parameter. The result maps each parameter name to the first `Way`
+    whose tensors all exist. Raises ValueError with a list of problems: missing parameters that are not `optional`,
+    tensors of the wrong shape (which `misfits` finds), and unknown tensors. A tensor is unknown if it is not in `used`
+    and does not belong to any parameter."""
     found = dict[str, Way]()
     problems = []
     known = set(used)

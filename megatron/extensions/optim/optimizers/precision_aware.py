@@ -332,7 +332,7 @@ class Scalars(NamedTuple):
 
 
 def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
-    """Return the main parameters of a range of elements, in fp32 or in the main dtype."""
+    """Return the main parameters of the elements in `part`, in fp32 or in the main dtype."""
     if kind == "aliased":
         return part.params
     if kind == "remainders":
@@ -394,7 +394,7 @@ class PackedKernel(ShardUpdate):
 
 
 def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:
-    """Update a range of elements with Adam, in place."""
+    """Update the elements in `part`, a range of `shard`, with Adam, in place."""
     kind, skipped = shard.kind, scalars.skip > 0
     before = read_main(kind, part, shard.main)
     lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])

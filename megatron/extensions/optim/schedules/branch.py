@@ -25,8 +25,9 @@ FIELDS = (
 
 
 def with_branch(config: RunConfig) -> RunConfig:
-    """Return the configuration of a branch. The branch loads its latest checkpoint in --save. If there is none yet, the
-    branch loads the checkpoint --branch-from. Raise StandInError if the branch cannot start.
+    """Return the configuration of a branch, or `config` itself if --branch-from is not set. The branch loads its latest
+    checkpoint in --save. If there is none yet, the branch loads the checkpoint --branch-from. Raise StandInError if the
+    checkpoint does not permit the branch.
     """
     options, save = config.options(BranchFlags), config.checkpoint.save
     if options.branch_from is None:
@@ -59,7 +60,8 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
     """Return the values of `FIELDS` with which a branch resumes from its own checkpoint. `saved` is the metadata of
-    this checkpoint. Raise ValueError if the branch flags differ from the flags with which the branch started."""
+    this checkpoint. Raise ValueError if the checkpoint is not the checkpoint of a branch, or if the branch flags differ
+    from the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)

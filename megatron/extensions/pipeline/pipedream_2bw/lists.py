@@ -62,7 +62,7 @@ def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
 
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
     """Insert the action VALIDATE, which performs the update of the previous step, before the first forward pass of the
-    next step. Micro-batches with numbers of at least `microbatches` belong to the next step."""
+    next step. Micro-batches belong to the next step if their number is `microbatches` or higher."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
     if first is None:
         return tuple(actions)

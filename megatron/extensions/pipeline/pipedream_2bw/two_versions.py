@@ -1,5 +1,5 @@
-"""Optimizer of the 2bw schedule, which keeps two versions of the weights. The next step already runs while the gradient
-norm of a step is reduced.
+"""Optimizer of the 2bw schedule, which keeps two versions of the weights. While the gradient norm of one step is still
+being reduced, the passes of the next step already run.
 
 In PipeDream-2BW (arXiv 2006.09503, section 3.1), the gradient of a step is computed with the weights before the last
 update:

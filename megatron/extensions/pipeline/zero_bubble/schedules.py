@@ -1,4 +1,4 @@
-"""Pure functions that generate the schedules ZB-H1, ZB-H2 and ZB-V for p pipeline ranks and m microbatches."""
+"""Pure functions that generate the schedules ZB-H1, ZB-H2 and ZB-V for p pipeline ranks and m micro-batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def zb_h1(p: int, m: int) -> Schedule:
     """Return the schedule ZB-H1 (arXiv 2401.10241, section 2.1). ZB-H1 equals 1F1B, except that weight gradient passes
     are delayed until a rank would otherwise be idle.
 
-    Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps activations of p
-    microbatches, and later ranks keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a
+    Every rank keeps activations of up to p micro-batches. In 1F1B, only the first rank keeps activations of p
+    micro-batches, and later ranks keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a
     forward pass, of an input gradient pass and of a weight gradient pass.
     """
     return _zero_bubble(p, m, 1)
@@ -30,7 +30,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
     """Return the schedule ZB-H2 (arXiv 2401.10241, section 2.2). ZB-H2 has twice as many initial forward passes as
     ZB-H1. The bubble is therefore only (p - 1)(F + I - 2W), where F, I and W are the durations of a forward pass, of an
-    input gradient pass and of a weight gradient pass. A rank keeps activations of up to 2p - 1 microbatches.
+    input gradient pass and of a weight gradient pass. A rank keeps activations of up to 2p - 1 micro-batches.
 
     If `in_turns` is True, each forward pass in the steady state is interleaved with an input gradient pass, and each
     rank runs one more initial forward pass. The results of both passes are then available only at the end of the
@@ -42,8 +42,8 @@ def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
 
 
 def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
-    """Return a schedule for p pipeline ranks and m microbatches. Rank r runs k (p - r - 1) initial forward passes, or
-    one more if `in_turns` is True. Rank r delays weight gradient passes by k r microbatches."""
+    """Return a schedule for p pipeline ranks and m micro-batches. Rank r runs k (p - r - 1) initial forward passes, or
+    one more if `in_turns` is True. Rank r delays weight gradient passes by k r micro-batches."""
     lists = []
     for rank in range(p):
         behind = k * rank

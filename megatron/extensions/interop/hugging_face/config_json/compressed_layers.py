@@ -52,8 +52,9 @@ def _ratios(hf: Values) -> list[object]:
 
 
 def _kinds(hf: Values) -> list[object]:
-    """Return the kind of each layer. Newer files list the kinds in layer_types, and older files in compress_ratios. If
-    config.json lacks both keys, return the default kinds of the transformers class."""
+    """Return the attention kind of each layer. Newer config.json files list the kinds in layer_types, and older files
+    list ratios in compress_ratios. If config.json lacks both keys, return the default kinds of the transformers
+    class."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")

@@ -142,7 +142,8 @@ class StageRunner:
         return self._to_leader(found, len(rows), counts, step)
 
     def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
-        """Compute the `Outputs` of a pass from the hidden states [s, b, h] that the last pipeline stage returns."""
+        """Compute the `Outputs` of a pass from the hidden states [s, b, h] that the last pipeline stage returns.
+        `counts` contains the number of new tokens of each sequence."""
         last = torch.tensor(counts, device=self.device) - 1
         logits = next_logits(model, hidden[last, torch.arange(len(counts), device=self.device)])
         prompt = None
@@ -157,7 +158,8 @@ class StageRunner:
         return Outputs(logits, prompt)
 
     def _to_leader(self, found: Outputs | None, rows: int, counts: list[int], step: Pass) -> Outputs | None:
-        """Send the outputs of a pass from one rank of the last pipeline stage to the leader rank."""
+        """Send the outputs of a pass from one rank of the last pipeline stage to the leader rank. `rows` is the number
+        of sequences."""
         mine = self.control.ranks[self.control.rank]
         if self.leads and self.source == mine:
             return found
