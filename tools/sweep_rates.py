@@ -98,7 +98,7 @@ class Sweep:
 
     def run(self, case: str, flags: Sequence[str], rate: float, seed: int) -> float:
         """Return the last validation loss of a run. Raises ValueError if the run's flags are refused, if the run is
-        stopped, or if the folder contains the run with different flags."""
+        stopped, or if the folder already contains a result of this run with different flags."""
         stem = self.folder / case / f"lr_{rate:.6g}_seed_{seed}"
         result, log, metrics = (Path(f"{stem}.{suffix}") for suffix in ("json", "log", "jsonl"))
         command = [*self.flags, *flags, "--lr", f"{rate:.6g}", "--seed", str(seed)]

@@ -193,7 +193,7 @@ class Meter:
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
-        """Return values to log, computed from `summed`, which is the sum of `take` over all ranks on every rank."""
+        """Return values to log. On every rank, `summed` is the sum of the results of `take` over all ranks."""
         return {}
 
     def write(self, log: Log) -> None:
@@ -369,8 +369,8 @@ class Callback:
         return None
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-        """Delete old checkpoints in `root`, but no checkpoint in `held`. Called when the checkpoint of iteration
-        `newest` is complete, on one rank, on the thread that writes checkpoints. May raise OSError."""
+        """Delete old checkpoints in `root`, but no checkpoint in `held`. Called on one rank, on the thread that writes
+        checkpoints, when the checkpoint of iteration `newest` is complete. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
         """Called before the first step, after the checkpoint, if there is one, has been loaded."""

@@ -158,8 +158,9 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Protocol for entries of `PATH_KINDS` whose models determine flags. Calling an entry returns True if a path is of
-    the entry's kind. A run that loads a model from such a path takes some flags from the model."""
+    """Protocol for entries of `PATH_KINDS` whose models determine flags. An entry is a function that takes a path, and
+    returns True if the path is of the entry's kind. A run that loads a model from such a path takes some flags from the
+    model."""
 
     def __call__(self, path: str, /) -> bool: ...
 

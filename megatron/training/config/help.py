@@ -61,8 +61,9 @@ def help_text(
 ) -> str:
     """Return the help text of flags, grouped by section, with default values.
 
-    If `words` is empty, the text lists only the flags that a first run needs. The word "all" selects every flag. Other
-    words select the section with that title, or the flags whose name or help text contains all the words.
+    If `words` is empty, the text lists only the flags that a first run needs. The word "all" selects every flag. If the
+    words are the title of a section, the flags of this section are selected. Otherwise, the flags whose name or help
+    text contains all the words are selected.
 
     Args:
         extra: Pairs (spelling, help text) of options that are not configuration fields.

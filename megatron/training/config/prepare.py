@@ -32,7 +32,7 @@ TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--m
 
 
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:
-    """Return the resolved configuration for the world of this process.
+    """Return the configuration that `command` contains, resolved for the number of ranks in `launch`.
 
     If there are problems, the function prints all of them and raises SystemExit with code 2. If the command line
     selects a command, the function runs the command and raises SystemExit with its exit code. Only one rank prints
