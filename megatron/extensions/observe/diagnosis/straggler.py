@@ -4,8 +4,8 @@ A fast rank waits for slow ranks, so all ranks take about the same total time. T
 own work is compared. On CPUs, the measured time is the duration of a phase without its waits for messages and
 collectives. On CUDA, the measured time is the time between two device events, which are recorded at the start and the
 end of a phase. The phase `data` is always measured on the host. The measured time does not include waits for pipeline
-messages and for data-parallel collectives. It includes collectives within a layer (TP, CP, EP), so a slow rank also
-increases the measured times of the other ranks in its group.
+messages and for data-parallel collectives. The measured time includes collectives within a layer (TP, CP, EP), so a
+slow rank also increases the measured times of the other ranks in its group.
 
 The end of the gradient reduction is the only phase whose measured time includes waits. In this phase, the slow rank is
 the one that waits the shortest time. Measuring never synchronizes with the device, because events are read only after

@@ -118,7 +118,7 @@ class Goodput(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Measure the time of an evaluation. The time begins with the first dataset. It ends when `on_evaluation` is
+        """Measure the time of an evaluation. The time begins with the first dataset, and ends when `on_evaluation` is
         called, because the device finishes the evaluation only then."""
         began = self._evaluation[0] if self._evaluation else time.perf_counter()
         try:

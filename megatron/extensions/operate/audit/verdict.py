@@ -138,9 +138,9 @@ def _is_source(report: Report, reports: Sequence[Report]) -> bool:
 
 def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
     """Return a finding that names the rank with the most votes. `sources` contains the reports that count as votes. If
-    there is only one such report, and its rank and the peer of this rank have equally many votes, the rank's repeated
-    computation decides. If the repeated computation agrees with the rank's first computation, the finding names the
-    peer, and otherwise the rank itself."""
+    `sources` contains a single report, the rank of this report and the peer of the rank may have equally many votes. In
+    this case, the rank's repeated computation decides. If the repeated computation agrees with the rank's first
+    computation, the finding names the peer, and otherwise the rank itself."""
     votes: Counter[int] = Counter()
     for rank in (rank for source in sources for rank in _suspects(source)):
         votes[rank] += 1

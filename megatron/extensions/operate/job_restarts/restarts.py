@@ -306,9 +306,9 @@ class Parent:
         return self._attempt(config, launch)
 
     def _wait(self, number: int) -> tuple[int, str]:
-        """Wait as a spare, without a rank, until the ranks end or are restarted. Return an exit code and a reason, as
-        `_one_start` does. Spares ignore signals that request the ranks to save and exit. A spare process ends when the
-        ranks end."""
+        """Wait as a spare, without a rank, until the ranks end or are restarted. Return an exit code and a reason, like
+        `_one_start`. Spares ignore signals that request the ranks to save and exit. A spare process ends when the ranks
+        end."""
         offer, lease = offered(self.config)
         self._parents.offer(number, offer)
         with closing(lease) if lease is not None else nullcontext():

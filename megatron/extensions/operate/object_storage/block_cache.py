@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
     size: int
     fetch: Callable[[int, int], bytes]
-    """Function that reads `length` bytes from `start`. It raises OSError if the file cannot be read."""
+    """Function that reads `length` bytes from `start`. The function raises OSError if the file cannot be read."""
 
     @property
     def key(self) -> str:

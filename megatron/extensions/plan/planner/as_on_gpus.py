@@ -154,7 +154,7 @@ class PlannedFlash:
 
 
 class PlannedFlashKernel(FlashCUDAKernel):
-    """FlashAttention kernel for plans. It packs tiles in the same way as on GPUs, but computes nothing."""
+    """FlashAttention kernel for plans. The kernel packs tiles as on GPUs, but computes nothing."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         super().__init__(PlannedFlash(launches))

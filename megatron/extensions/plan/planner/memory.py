@@ -284,9 +284,9 @@ def _units_in_flight(
 
     Usually, the parameters of two units are unsharded at a time: the current unit and the next unit. Gradients are
     unsharded for the current unit and for the bucket that is being reduced. If units are stored in host memory, the
-    gradient sums of a third unit are also on the device from the second micro-batch on, because they are copied to the
-    device before the backward pass of the unit. The result is exact for one stage per rank without multi-token
-    prediction; otherwise it may be off by one unit.
+    device also holds gradient sums of a third unit from the second micro-batch on. These sums are copied to the device
+    before the backward pass of the unit. The result is exact for one stage per rank without multi-token prediction;
+    otherwise it may be off by one unit.
     """
     buckets = _buckets_of_units(buffers)
     if not buckets:

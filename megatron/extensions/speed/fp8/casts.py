@@ -239,7 +239,8 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
 
 def multiplies_in_fp8(x: Tensor) -> bool:
     """Return True if matrix products on the device of `x` use torch's fp8 GEMM. On CPUs, torch's fp8 GEMM takes up to a
-    thousand times as long as a product of dequantized operands. Both methods compute the same values."""
+    thousand times as long as a product of dequantized operands. The fp8 GEMM and the product of dequantized operands
+    compute the same values."""
     return x.is_cuda
 
 

@@ -42,8 +42,8 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
     """Return True if a single kernel computes the fp8 products of all experts, so that the experts' numbers of rows are
-    not copied to the host. Such kernels are torch's grouped kernel and, unless it is turned off, the registered kernel
-    "grouped_scaled_mm"."""
+    not copied to the host. Such kernels are torch's grouped kernel, and the registered kernel "grouped_scaled_mm" if
+    this kernel is not turned off."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES

@@ -160,9 +160,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Check the sizes of the fp8 attention projections for each kind of layer. The number of rows of the qkv projection
-    (queries, gates, keys and values) and the number of columns of the output projection must be multiples of `rank`,
-    the product of the required alignment and the tensor-parallel size. `rule` is the part of the error message that
+    """Check the sizes of the fp8 attention projections for each kind of layer. `rank` is the product of the required
+    alignment and the tensor-parallel size. `rank` must divide the number of rows of the qkv projection (queries, gates,
+    keys and values), and the number of columns of the output projection. `rule` is the part of the error message that
     states the required multiple."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))

@@ -125,8 +125,8 @@ class FusedLayerNorm(LayerNorm):
     def forward(
         self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of x [..., h]. If `residual` is True, return the residual sum and its norm, as `add_and_norm`
-        does."""
+        """Return the norm of x [..., h]. If `residual` is True, return the residual sum and its norm, like
+        `add_and_norm`."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():
             assert self.weight is not None

@@ -362,9 +362,9 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """Return two functions to time. Both compute a GEMM and a residual addition on random operands. The first function
-    runs a GEMM with an addend. The second function runs a GEMM without an addend, and then a pass over memory for the
-    addition in the norm."""
+    """Return two functions to time. Both functions compute a GEMM and a residual addition on random operands. The first
+    function runs a GEMM with an addend. The second function runs a GEMM without an addend, and then a pass over memory
+    for the addition in the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

@@ -131,8 +131,8 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
             action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
             if action.kind in (Kind.F, Kind.B, Kind.I) and at < len(pending):
                 end = pending[at]["ts"] + pending[at]["dur"]
-                # A wait that ends within the slice is the wait for the action's input message. It is not the wait for a
-                # send, because an action sends nothing before it ends.
+                # A wait that ends within the slice is the wait for the action's input message. This wait is not a wait
+                # for a send, because an action sends nothing before it ends.
                 began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
             found.append((event, action, began))
     return found

@@ -61,8 +61,8 @@ HOLDERS = 8
 
 
 class RankMode(LiveMemory):
-    """Dispatch mode that records collectives and counts memory. It raises OutOfMemoryError if more than `limit` bytes
-    are allocated."""
+    """Dispatch mode that records collectives and counts memory. The mode raises OutOfMemoryError if more than `limit`
+    bytes are allocated."""
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()

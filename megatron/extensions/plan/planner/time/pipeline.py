@@ -2,8 +2,8 @@
 does not import torch.
 
 After its warm-up, a schedule repeats itself every p micro-batches. The time of a step with many micro-batches is
-therefore extrapolated from two shorter steps, one of which has p micro-batches more than the other: every further round
-of p micro-batches adds the difference between their times.
+therefore extrapolated from two shorter steps that differ by p micro-batches. Every further round of p micro-batches
+adds the difference between the times of these two steps.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ class Recorder(LiveMemory):
             self._unseen = False
 
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
-        """Yield the `parts` of a loop that are run during planning. Each may represent several similar parts.
+        """Yield the `parts` of a loop that are run during planning. Each yielded part may represent several similar
+        parts.
 
         The loop is checked in ranges with an odd number of parts. The middle part represents its range if the first,
         the middle and the last part of the range do the same work, with sizes that grow evenly. Otherwise, each half of

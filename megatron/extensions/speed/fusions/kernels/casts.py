@@ -167,13 +167,13 @@ WIDTHS = 64, 128, 256
 @operation
 def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Compute SiLU(gate) * up [n, f] (arXiv:2002.05202), where x [n, 2f] is the concatenation of gate and up. Cast the
-    result as `cast_transpose_noting_amax` does."""
+    result in the same way as `cast_transpose_noting_amax`."""
     return noting(swiglu_cast_twin, compiled, cast, x)
 
 
 @operation
 def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Compute the gradient [n, 2f] of the SwiGLU input, and cast it as `cast_transpose_noting_amax` does.
+    """Compute the gradient [n, 2f] of the SwiGLU input, and cast it in the same way as `cast_transpose_noting_amax`.
 
     Args:
         x: Input [n, 2f].

@@ -2,9 +2,9 @@
 is written once.
 
 The gradient of a token's loss depends on a sum over the vocabulary. A program of the kernel computes both the sum and
-the gradient. It therefore reads each row twice, the second time from the L2 cache. If the forward and the backward pass
-were separate kernels, both would read all logits from memory. The backward pass only multiplies each row by the
-gradient of the row's loss, and skips rows for which this gradient is 1."""
+the gradient. The program therefore reads each row twice, the second time from the L2 cache. If the forward and the
+backward pass were separate kernels, both would read all logits from memory. The backward pass only multiplies each row
+by the gradient of the row's loss, and skips rows for which this gradient is 1."""
 
 from __future__ import annotations
 
