@@ -288,7 +288,7 @@ def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
 
 
 def owners_of(shards: Shards, seq_length: int) -> Owners:
-    """Return the rank whose entry in `shards` contains each position, [seq_length]."""
+    """Return, for each position, the rank whose entry in `shards` contains the position, [seq_length]."""
     owners = np.empty(seq_length, np.int64)
     for rank, spans in enumerate(shards.held):
         for span in spans:

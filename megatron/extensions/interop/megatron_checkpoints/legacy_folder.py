@@ -145,8 +145,8 @@ class LegacyTensors:
         self.sizes: Sequence[int] = [len(shapes) * self.layout.ep, *(max(shape, default=0) for shape in shapes)]
 
     def _open(self) -> dict[Rank, list[Held]]:
-        """Return the model chunks of each rank. Tensor names contain the layer numbers of the whole model. A rank has
-        several chunks under an interleaved schedule."""
+        """Return the model chunks of each rank. The layer numbers in tensor names count the layers of the whole model,
+        not the layers of the chunk. A rank has several chunks under an interleaved schedule."""
         opened: dict[Rank, list[Held]] = {}
         for rank in self.ranks:
             content = self._load(rank)

@@ -1,4 +1,4 @@
-"""Rendering of chat messages to a prompt with the tokenizer's Jinja template.
+"""Rendering of chat messages into a prompt with the tokenizer's Jinja template.
 
 A template may come from an untrusted checkpoint. Templates therefore run in a sandbox, in a process with time and
 memory limits.
