@@ -291,8 +291,8 @@ def _kind(entered: Entered) -> str:
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
     """Count the ranks that have entered the same collective as `entered`, or a later collective of their group. Return
-    two values: the number of these ranks in all groups of the axis of `entered`, and the fraction of the ranks in the
-    group of `entered`."""
+    two values: the number of such ranks in all groups along the axis of `entered`, and the fraction of such ranks in
+    the group of `entered`."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

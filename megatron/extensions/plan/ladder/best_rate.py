@@ -26,9 +26,9 @@ def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool
     no size has a bracketed rate (see `BestRate.bracketed`).
 
     If `transfers` is True, as with muP, the best rate is assumed to be the same for all sizes. In this case, the result
-    consists of the geometric mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a
-    power law in the number of parameters, and the range covers this fit and further fits, each of which leaves out one
-    size. If only one size has a bracketed rate, this rate is returned."""
+    consists of the geometric mean and the range of the bracketed rates. Without muP, the rate is extrapolated with a
+    power law in the number of parameters. The range covers this fit, and additional fits that each leave out one size.
+    If only one size has a bracketed rate, this rate is returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

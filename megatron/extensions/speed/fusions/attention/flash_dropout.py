@@ -192,7 +192,8 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """Return the gradient of x, which contains `part` in the rows of the tile's keys, and zeros in all other rows."""
+    """Return the gradient of x. The gradient contains `part` in the rows of the tile's keys, and zeros in all other
+    rows."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)
