@@ -186,8 +186,7 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` contains the callbacks and metrics of the run. If `parts` is None, registered extensions provide the
-    callbacks and metrics."""
+    `parts` contains the callbacks and metrics of the run; if it is None, registered extensions provide both."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):
