@@ -35,7 +35,7 @@ def test_a_killed_run_continues_bitwise(tmp_path: Path) -> None:
         assert reaches(5, 0.5, processes, screen)
         os.kill(processes[1].pid, signal.SIGKILL)
     latest = read_latest(save) or 0
-    assert 4 <= latest < 8
+    assert 2 <= latest < 8  # the save of iteration 4 may still be in progress, but that of iteration 2 is complete
     run_forked(4, flags(save), screen)
     assert_resumed(screen.read_text(), latest)
     run_forked(4, flags(alone), screen)
