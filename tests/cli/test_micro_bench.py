@@ -1,5 +1,5 @@
-"""Tests of tools/bench/micro.py without a GPU. The tests cover a part of the benchmark that fails, and a part whose
-process can no longer use the device."""
+"""Tests of tools/bench/micro.py without a GPU. In one test, a part of the benchmark fails. In another, the process of a
+part can no longer use the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The referee attributes a planted fault. `python -m tests.referee.planted` tests all faults."""
+"""The referee names the cause of a planted fault. `python -m tests.referee.planted` tests all faults."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class ResidualFacts:
     pipeline stages send to each other."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
-    """Values of --layer-module whose layers add the outputs of their sublayers through this stream. None if the
-    residual stream supports all values of --layer-module."""
+    """Values of --layer-module that this residual stream supports. The layers of these modules add the outputs of their
+    sublayers to the stream. None if the residual stream supports all values of --layer-module."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part of the
@@ -180,8 +180,8 @@ class LayerKind(Sublayers):
     model's attention."""
 
     rotation: Rotation | None = None
-    """Rotary embedding of the layer's queries and keys; None if queries and keys are not rotated, as in layers without
-    the model's attention."""
+    """Rotary embedding of the layer's queries and keys; None if queries and keys are not rotated, or if the layer has
+    a mixer other than attention."""
 
     own: tuple[tuple[str, object], ...] = ()
     """Pairs (field, value) of the configuration fields whose value in this layer differs from the model's value."""

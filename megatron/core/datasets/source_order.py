@@ -5,7 +5,7 @@ shuffled together and whether the last epoch is shuffled separately. If a run wi
 the new order would repeat some samples and skip others. A `SourceOrder`, in contrast to Megatron-LM's order, never
 changes the order of samples that it has already planned. An order is a list of segments:
 
-- The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
+- The first segment is the order that Megatron-LM uses if the run requests the number of samples planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.
 
 When a run begins a new data phase, an extension may change the order in which samples are read (`Phase.take_up`).

@@ -353,7 +353,7 @@ def _without_credentials(flag: Flag, value: Any) -> Any:
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """Return the configuration with hidden credentials in its URLs. This process can still use the credentials."""
+    """Return a copy of the configuration with masked credentials in URLs. This process can still use them."""
     values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 

@@ -231,8 +231,8 @@ class FailureHandler:
 
     @contextmanager
     def _only_once(self) -> Iterator[None]:
-        """Let only the first thread that enters this context end the process, even if its failure report fails. Other
-        threads wait until the process ends."""
+        """Ensure that only one thread ends the process: the first thread that enters this context, even if its failure
+        report fails. Other threads wait until the process ends."""
         if not self._ending.acquire(blocking=False):
             while True:
                 time.sleep(60)

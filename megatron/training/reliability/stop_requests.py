@@ -1,4 +1,4 @@
-"""Signals, and requests to stop or save the run. All ranks carry out a request after the same step.
+"""Handling of signals and of requests to stop or save the run. All ranks carry out a request after the same step.
 
 If a rank notices a signal, a time limit or a request file, it puts a request into the rank store. A tick is a step or
 an evaluation batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that the

@@ -112,7 +112,8 @@ def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.0
 
 
 def casts_of(fp8: str) -> Any:
-    """Return a `Casts` object in which each field is the Triton pointer type of the field."""
+    """Return a `Casts` object that contains the Triton pointer type of each field, such as "*fp32", in place of the
+    field's tensor."""
     from megatron.extensions.speed.fusions.kernels.casts_triton import Casts
 
     return Casts(f"*{fp8}", f"*{fp8}", "*fp32", "*fp32", "*i32", "*fp32")  # type: ignore[arg-type]

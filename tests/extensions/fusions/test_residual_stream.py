@@ -235,8 +235,8 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """The backward hooks that shard a unit run at the same points whether its layers exchange one tensor, or two
-    tensors whose addition is deferred to the next norm."""
+    """Layers may exchange one tensor, or two tensors that the next norm adds. In both cases, the backward hooks of
+    sharded units run at the same points."""
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
     assert found == [([True] * 4 + [False], (2, 2))] * 2

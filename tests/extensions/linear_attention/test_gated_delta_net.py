@@ -217,10 +217,10 @@ def test_pattern_chooses_full_or_linear_attention() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_flops_of_gated_delta_nets(steps: int) -> None:
-    """The test counts the FLOPs per row in chunks of 64 rows. Products of [64, 64] by [64, d] and products with the
-    state are counted three times: in the forward pass, and twice in the backward pass. The FLOPs of decay sums are
-    counted twice. The FLOPs of the triangular solve's gradient are counted once. FLOPs of recomputation in the backward
-    pass are not counted."""
+    """The test counts the FLOPs of a chunk of 64 rows, divided by the number of rows. Products of [64, 64] by [64, d]
+    and products with the state are counted three times: in the forward pass, and twice in the backward pass. The FLOPs
+    of decay sums are counted twice. The FLOPs of the triangular solve's gradient are counted once. FLOPs of
+    recomputation in the backward pass are not counted."""
     more = {"linear_num_householder": steps}
     config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)

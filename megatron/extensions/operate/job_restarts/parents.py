@@ -151,7 +151,8 @@ class Start:
     """Reasons why the ranks could not recover by better methods, one line per method."""
 
     layout: str = ""
-    """Layout of the run, serialized by `layouts.layout_text`; empty for the layout of the run's flags."""
+    """Layout under which the ranks continue, serialized by `layouts.layout_text`. Empty if they continue under the
+    layout that the run's flags set."""
 
     ends: str = ""
     """Reason why the ranks cannot be started again; empty if they can be started again."""

@@ -1,8 +1,9 @@
 """Functions for row blocks in Triton attention kernels: loads, stores, the ranges to which rows attend, and dropout.
 
-A program that processes a block of queries loops only over the blocks of keys in their range. Likewise, a program that
-processes a block of keys loops only over the blocks of queries that attend to these keys. Only the blocks at both ends
-of the range need a mask, because every row of the program attends to all blocks in between.
+A program instance that processes a block of queries reads only the key blocks that contain keys to which these queries
+attend. Likewise, an instance that processes a block of keys reads only the query blocks with queries that attend to
+these keys. Only the blocks at both ends of the range need a mask, because every row of the program attends to all
+blocks in between.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -36,7 +37,7 @@ class Bounds(NamedTuple):
     sample: int
     """Stride in `data` between the bounds of two samples; 0 if all samples have the same bounds."""
     stop: int
-    """Stride in `data` between the start and the end of the same range."""
+    """Stride of dimension 0 of `data`: the distance in elements from the start of a range to the end of this range."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:
