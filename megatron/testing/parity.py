@@ -62,11 +62,15 @@ def build_parser() -> argparse.ArgumentParser:
             prog="python -m megatron.testing.parity",
             description=__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage="%(prog)s [--extension FILE.py|package.module ...] [options] -- FLAGS",
+            usage="%(prog)s [--extension FILE.py|package.module]... [options] -- FLAGS",
         )
     )
     parser.add_argument(
-        "--extension", action="append", default=[], metavar="FILE", help="extension to import; may be given repeatedly"
+        "--extension",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="extension to import; repeat the flag for each extension",
     )
     parser.add_argument(
         "--layouts", nargs="+", metavar="NAME", help="rows to run (default: all rows, which --list prints)"

@@ -60,8 +60,8 @@ def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
         if name not in known:
             longer = [row for row in known if row.startswith(f"{name}-")]
             close = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            near = f", and like it {'are' if len(close) > 1 else 'is'} {', '.join(close)}" if close else ""
-            problems.append(f"--layouts {name}: no such row{near}; --list prints all rows with their flags")
+            near = f"; did you mean {' or '.join(close)}?" if close else ";"
+            problems.append(f"--layouts {name}: no such row{near} --list prints all rows with their flags")
     if problems:
         raise ValueError("\n".join(problems))
     return [name for name in known if wanted is None or name in wanted]

@@ -162,9 +162,9 @@ def test_a_crash_is_one_row_and_the_others_run(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layouts", "pp2"], "no such row, and like it are pp2-1f1b, pp2-interleaved"),
+        (["--layouts", "pp2"], "no such row; did you mean pp2-1f1b or pp2-interleaved"),
         (["--layouts", "none"], "--layouts none: no such row; --list prints all rows with their flags"),
-        (["--layouts", "tp2-spp"], "--layouts tp2-spp: no such row, and like it is tp2-sp; --list prints"),
+        (["--layouts", "tp2-spp"], "--layouts tp2-spp: no such row; did you mean tp2-sp? --list prints"),
         (["--", "--num-attention-heads", "5"], "--hidden-size 32: must be a multiple of --num-attention-heads 5"),
         (["--", "--train-iters", "1"], "--train-iters 1: is less than --steps 2"),
         (["--", "--no-such-flag"], "--no-such-flag: unknown flag"),
