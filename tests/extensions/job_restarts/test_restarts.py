@@ -22,7 +22,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.child_processes import process_state
 from megatron.training.reliability.launch import BEGAN, START, Launch
-from tests.extensions.peer_copies.runs import Planned, Run
+from tests.extensions.peer_copies.runs import Planned, Run, lost_little
 from tests.forked import PORTS, join
 from tests.limits import HANG, wait_for
 from tests.tiny import TINY
@@ -307,7 +307,7 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path, undisturbed: Run) -> 
         "as the rank's own parent noted"
     )
     assert 0 <= event["detected_after"] <= event["recovered_after"]
-    assert event["steps_lost"] <= 1
+    assert lost_little(event, said), said
     assert not list(run.memory.iterdir())
 
 
@@ -342,7 +342,7 @@ def test_an_unknown_exit_code_is_a_failure(tmp_path: Path, undisturbed: Run) -> 
 
 def test_the_simultaneous_death_of_all_ranks_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, ["--restarts-in-job", "2"])
-    run.start(Planned("kill", 0, 2), Planned("kill", 1, 2))
+    said = run.start(Planned("kill", 0, 2), Planned("kill", 1, 2))
     (event,) = run.events("recovery")
     assert event["what"] == "ended by SIGKILL" and event["who"].startswith("rank ")
-    assert event["steps_lost"] <= 1 and event["source"] == "copies in memory"
+    assert lost_little(event, said) and event["source"] == "copies in memory", said
