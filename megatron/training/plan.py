@@ -213,7 +213,7 @@ class RunPlan:
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """If the batch sizes differ from those of the saved run, return a line that says how many iterations and
+        """If the batch sizes have changed since the saved run, return a line that states how many iterations and
         samples remain; otherwise, return None. The run resumes at the last position in `past`."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):

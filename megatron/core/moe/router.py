@@ -180,7 +180,7 @@ class TopKRouter(nn.Module):
         """Create the router's score function: softmax, sigmoid or sqrtsoftplus. To use a different score function,
         override this method in a subclass.
 
-        Any other value of `config.moe_router_scores` raises NotImplementedError.
+        Raises NotImplementedError for any other score function (`config.moe_router_scores`).
         """
         kind = config.moe_router_scores
         if kind in ("softmax", "pre_softmax"):

@@ -323,8 +323,8 @@ def changed_fields(
 ) -> list[str]:
     """Return each flag that affects results and has different values in two runs, together with both values.
 
-    The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. A field is
-    not reported if it is derived from another field and differs only because that other field differs.
+    The function compares the flags of the model and of the extensions in the checkpoint's `sections`. A field is not
+    reported if it is derived from another field and differs only because that other field differs.
 
     Args:
         saved: Configuration of the checkpoint.

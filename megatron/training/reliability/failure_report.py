@@ -181,8 +181,7 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """Return the advice to print if a process ended without a report. The arguments have the same meaning as those of
-    `start_again`."""
+    """Return the advice to print if a process ended without a report. `start_again` describes the arguments."""
     return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 
 

@@ -1,5 +1,5 @@
 """Tests of differential attention: head widths, and the parity of parallel layouts with one process. The tests in
-tests/extensions/hugging_face compare logits and gradients with those of transformers."""
+tests/extensions/hugging_face compare logits and gradients with transformers."""
 
 from __future__ import annotations
 

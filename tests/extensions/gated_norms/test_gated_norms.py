@@ -1,5 +1,5 @@
 """Compare parallel layouts of models with gated norms and gated latent attention with one process. The tests in
-tests/extensions/hugging_face compare logits and gradients with those of transformers."""
+tests/extensions/hugging_face compare logits and gradients with transformers."""
 
 from __future__ import annotations
 

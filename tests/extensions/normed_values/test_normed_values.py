@@ -1,5 +1,5 @@
 """Models in which layers reuse the keys and values of earlier layers give the same results under parallel layouts as in
-one process. The tests in tests/extensions/hugging_face compare logits and gradients with those of transformers."""
+one process. The tests in tests/extensions/hugging_face compare logits and gradients with transformers."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ class StoreProcess:
     process."""
 
     def __init__(self, launch: Launch, timeout: timedelta, name: str, run: str) -> None:
-        """Fork the process and wait until it serves the store. The arguments have the same meaning as those of
-        `rank_store.meet`.
+        """Fork the process and wait until it serves the store. `rank_store.meet` describes the arguments.
 
         Raises NoStoreError if the process cannot open the store."""
         read, write = os.pipe()

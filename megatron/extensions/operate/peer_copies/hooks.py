@@ -443,8 +443,7 @@ class PeerCopies(Callback):
 
 
 def drop_generations(folder: Path, kept: str) -> None:
-    """Delete all copies except those of the generation `kept`. A generation consists of the copies made after one
-    start."""
+    """Delete the copies of all generations except `kept`. A generation consists of the copies made after one start."""
     for generation in folder.glob("g*"):
         if generation.name != kept:
             shutil.rmtree(generation, ignore_errors=True)

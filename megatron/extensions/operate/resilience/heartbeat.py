@@ -216,8 +216,8 @@ class Links:
         return {"from": self.here, "ages": ages, "end": end}
 
     def targets(self, now: float) -> list[Address]:
-        """Return the addresses to which this host sends messages: those of the hosts that it watches, and those of the
-        hosts that watch it."""
+        """Return the addresses of the hosts to which this host sends messages. These are the hosts that it watches and
+        the hosts that watch it."""
         own = watched(self.peers, self.here)
         return [
             peer.address

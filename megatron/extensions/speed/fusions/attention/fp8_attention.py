@@ -302,7 +302,7 @@ error of 2.6 %. Their errors differ, because the kernel scales the weights by a 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:
     """Compute attention for q, k and v with `kernels` and with `Twin`. Return the largest relative difference between
-    the outputs or gradients of `kernels` and those of `Twin`. Queries have the shape [n, b, heads, d]."""
+    the two outputs, or between the two gradients of an input. Queries have the shape [n, b, heads, d]."""
     twin, grad = Twin(scale), torch.ones_like(qkv[0][..., :1]) * qkv[2][:, :, :1]
     found, expected = (_with_gradients(Fp8Attention("", each, compiled=False), qkv, grad) for each in (kernels, twin))
     errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected, strict=True))
